@@ -8,7 +8,7 @@ import socket
 import pytest
 import yaml
 from compiled_programs import XLA_FLAGS
-from forked_processes import ROOT, ForkedProcess, run_forked
+from forked_processes import ROOT, ForkedProcess, succeeded
 from kubernetes.client import models
 
 from lmlib.metrics.log import read_metrics
@@ -117,8 +117,7 @@ def arguments(name, index, **others):
 def test_each_host_has_a_process_and_a_mistake_ends_all(name):
     job, _, container = jobs_of(name)
     assert container["command"] == ["python", "-m", "runner"]
-    ended = run_forked(ROOT / "tests/shared/check_flags.py", "runner", *arguments(name, 0))
-    assert ended.returncode == 0, ended.stderr
+    succeeded(ROOT / "tests/shared/check_flags.py", "runner", *arguments(name, 0))
     assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
     mistake, *others = job["podFailurePolicy"]["rules"]
     assert mistake["action"].startswith("Fail") and mistake["onExitCodes"]["values"] == [2]

@@ -10,7 +10,7 @@ import time
 import pytest
 from buckets.fixtures import folder_in_bucket
 from compiled_programs import XLA_FLAGS
-from forked_processes import PATHS, ROOT, run_forked
+from forked_processes import PATHS, ROOT, succeeded
 from several_processes import HEARTBEAT_SECONDS, LLAMA, assert_same_curve
 
 from lmlib.metrics.log import read_metrics
@@ -88,8 +88,7 @@ def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(
     finally:
         process.kill()
     alone = tmp_path / "alone"
-    ended = run_forked("-m", "runner", *LLAMA, f"--workdir={alone}")
-    assert ended.returncode == 0, ended.stderr
+    succeeded("-m", "runner", *LLAMA, f"--workdir={alone}")
     assert_same_curve(folder_to_read(workdir), alone)
 
 

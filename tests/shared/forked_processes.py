@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import runner
 
@@ -149,6 +149,13 @@ def run_forked(
             process.kill()
         out.seek(0), err.seek(0)
         return Ended(returncode, out.read(), err.read())
+
+
+def succeeded(*arguments: str | os.PathLike[str], **settings: Any) -> Ended:
+    """As `run_forked`, whose exit status must be 0."""
+    ended = run_forked(*arguments, **settings)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 from byte_texts import write_texts
 from folder_contents import files_of
 from forked_processes import run_forked
+from hugging_face_families import GOLDEN
 from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 
@@ -160,11 +161,11 @@ def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
 def test_a_mistake_is_reported_in_one_line_and_changes_nothing(
     scratch, files, tmp_path, command, message
 ):
-    names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
+    places = {"scratch": scratch, "old": scratch / "old", "run": tmp_path / "new", "golden": GOLDEN}
 
     def filled(text: str) -> str:
-        for name, value in names.items():
-            text = text.replace(f"{{{name}}}", value)
+        for name, place in places.items():
+            text = text.replace(f"{{{name}}}", str(place))
         return text
 
     module, *given = command.split()

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_programs import XLA_FLAGS
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from made_up_runs import leave_files as leave_lines
 from made_up_runs import leave_run, losses
 from pseudo_terminal import run_on_terminal
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.inspect.coordinates import LOOKED_AT
-from runner.command_line.exit_status import FINISHED
 from runner.processes.lock import FolderLock
 
 
@@ -114,8 +113,7 @@ def places(tmp_path_factory):
 
 def test_a_sweep_is_compared_in_a_table_and_as_json(places):
     arguments = ("sweep", "--baseline=optimizer.peak_lr=1e-3", "--margin=0.01", "--json=out.json")
-    ended = run_forked("-m", "runner.compare", *arguments, cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.compare", *arguments, cwd=places)
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert lines[0][0] == "optimizer.peak_lr" and lines[1][0] == "0.003" and "better" in lines[1]
     assert lines[2][0] == "0.001" and "baseline" in lines[2]
@@ -126,8 +124,7 @@ def test_a_sweep_is_compared_in_a_table_and_as_json(places):
 
 def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     arguments = ("ladder", "--budget=1e19", "--json=law.json")
-    ended = run_forked("-m", "runner.ladder", *arguments, cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.ladder", *arguments, cwd=places)
     assert "L = E + A/N^α + B/D^β, fitted to 9 runs" in ended.stdout
     assert "Best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
     numbers = json.loads((places / "law.json").read_text())["numbers"]
@@ -141,8 +138,7 @@ def test_an_unbounded_interval_end_is_null(places, tmp_path):
     for number, loss in enumerate([4, 3.1, 3.0, 3.05, 2.97, 3.02]):
         sizes = {"parameters": 10**7, "tokens": 10**8 * 2**number, "steps": 10}
         leave_run(tmp_path / f"{number}", loss, {"data.batch_size": 2**number}, **sizes)
-    ended = run_forked("-m", "runner.ladder", tmp_path, "--json=law.json", cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.ladder", tmp_path, "--json=law.json", cwd=places)
     assert re.search("^B .* to inf$", ended.stdout, re.MULTILINE), ended.stdout
     assert json.loads((places / "law.json").read_text())["numbers"]["B"]["high"] is None
 
@@ -169,8 +165,7 @@ def test_coordinate_check_writes_a_table_a_picture_and_json(tmp_path):
         f"--picture={tmp_path}/check.svg", f"--json={tmp_path}/check.json",
     ]  # fmt: skip
     environment = {"XLA_FLAGS": XLA_FLAGS}  # a device
-    done = run_forked("-m", "runner.coordinate_check", *flags, environment=environment)
-    assert done.returncode == FINISHED, done.stderr
+    done = succeeded("-m", "runner.coordinate_check", *flags, environment=environment)
     assert all(name in done.stdout for name in LOOKED_AT) and "after 2 steps" in done.stdout
     rows = json.loads((tmp_path / "check.json").read_text())
     assert len(rows) == 2 * 2 * 2 * 4 * 2  # by, rule, size, looked at, step
@@ -178,23 +173,12 @@ def test_coordinate_check_writes_a_table_a_picture_and_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_report_writes_a_page_and_refuses_mistakes(tmp_path):
+def test_report_writes_a_page(tmp_path):
     leave_lines(tmp_path / "sweep/a", {"seed": 0, "steps": 2}, losses(3.0, 2.0))
     leave_lines(tmp_path / "sweep/b", {"seed": 1, "steps": 2}, losses(3.5, 2.5))
     done = run_forked("-m", "runner.report", tmp_path / "sweep")
     assert done.stdout == f"{tmp_path / 'sweep/report.html'}\n" and not done.returncode
     assert "2 runs" in (tmp_path / "sweep/report.html").read_text("utf-8")
-    for arguments, told in {
-        (): "give the runs, as in",
-        (tmp_path / "none",): f"there is no run in {tmp_path / 'none'}",
-        (tmp_path / "sweep", "--to=a", "--pictures=b"): "give --to or --pictures, not both",
-        (tmp_path / "sweep", "--baseline=a"): "give --baseline and --margin together",
-        (tmp_path / "sweep", "--pictures=b", "--metrics=lss"): "no curve of 'lss'; there are loss",
-        (tmp_path / "sweep", "--to=/dev/null/page.html"): "/dev/null",
-    }.items():
-        done = run_forked("-m", "runner.report", *arguments, cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
-        assert told in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("ended", ["diverged", "interrupted", ""])
@@ -212,5 +196,3 @@ def test_a_view_is_written_to_a_pipe_once(tmp_path):
     run = leave_lines(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0))
     done = run_forked("-m", "runner.watch", run, "--terminal")
     assert not done.returncode and done.stdout.startswith("a  not running, step 2 of 9\n")
-    done = run_forked("-m", "runner.watch", tmp_path / "none")
-    assert done.returncode == 2 and "there is no run in" in done.stderr

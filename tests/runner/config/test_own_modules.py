@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import user_model
 from compiled_programs import XLA_FLAGS
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from hugging_face_families import GOLDEN
 from small_folder import assert_same_tensors, change, copy_small_folder, rewritten
 
@@ -57,8 +57,7 @@ def forget():
 def test_the_suggested_command_works_when_pasted(experiment, tmp_path):
     first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
     environment = {"XLA_FLAGS": XLA_FLAGS}
-    shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded("-m", "runner", *first, cwd=tmp_path, environment=environment)
     command = shown.stdout.partition("try next")[2].splitlines()[0].strip()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     pasted = subprocess.run(

@@ -234,12 +234,10 @@ def test_tasks_need_the_extra(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_runs_one_kind_of_evaluation(folder, tmp_path):
+def test_the_command_measures_the_suite(folder, tmp_path):
     of_run = f"--from={folder / 'run'}"
-    done = run_forked("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
-    both = run_forked("-m", "runner.evaluate", of_run, "--suite", "--tasks=arc_easy")
-    assert done.returncode == 0 and "copying_accuracy/8" in done.stdout, done.stderr
+    done = succeeded("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
+    assert "copying_accuracy/8" in done.stdout
     (found,) = json.loads((tmp_path / "found").read_text())
     loaded = load(str(folder / "run"), mesh=make_mesh())
     assert set(found["results"]) == set(Suite().metrics(24, loaded.codec))
-    assert both.returncode == 2 and "three evaluations: give one" in both.stderr

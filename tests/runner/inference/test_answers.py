@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from chat_templates import TEMPLATES, TOKENS
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
@@ -297,8 +297,7 @@ def test_a_file_of_prompts_is_answered(workdir, tmp_path):
     prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
     files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
     arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
-    ended = run_forked("-m", "runner.generate", *arguments)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.generate", *arguments)
     said = [json.loads(line) for line in out.read_text().splitlines()]
     assert [each["given"] for each in said[::2]] == PROMPTS
     assert ended.stdout == ""
@@ -308,8 +307,7 @@ def test_a_file_of_prompts_is_answered(workdir, tmp_path):
 @pytest.mark.slow
 def test_prompts_are_continued(workdir):
     arguments = (f"--from={workdir}", "--prompt=hé", "--prompt=b", "--max_tokens=5", "--samples=2")
-    ended = run_forked("-m", "runner.generate", *arguments)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.generate", *arguments)
     assert ended.stdout.startswith("--- 1 of 2\nhé")
     assert [ended.stdout.count(each) for each in ("--- 2 of 2\nhé", "--- 2 of 2\nb")] == [1, 1]
     assert ended.stderr.count("; the first after ") == 2
@@ -322,8 +320,7 @@ def test_prompts_are_continued(workdir):
 def test_piped_text_is_continued(workdir):
     def answer(*flags: str, piped: str) -> str:
         command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
-        ended = run_forked(*command, piped=piped)
-        assert ended.returncode == 0, ended.stderr
+        ended = succeeded(*command, piped=piped)
         return ended.stdout
 
     assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")
