@@ -9,7 +9,7 @@ import pytest
 import yaml
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT, ForkedProcess, succeeded
-from kubernetes.client import models
+from kubernetes.client import ApiClient, models
 
 from lmlib.metrics.log import read_metrics
 from lmlib.plan.targets import parse
@@ -38,25 +38,10 @@ def jobs_of(name):
     return job, pod, container
 
 
-def unknown(content, kind, where=""):
-    """The fields of `content` that `kind`, the client's name of a type, has not."""
-    if several := re.fullmatch(r"[Ll]ist\[(.*)\]", kind):
-        inside = [(each, several[1], f"{where}[{i}]") for i, each in enumerate(content)]
-    elif (model := getattr(models, kind, None)) is None:  # plain, or a mapping of such
-        return []
-    else:
-        types = {model.attribute_map[name]: of for name, of in model.openapi_types.items()}
-        if absent := [f"{where}.{name}" for name in content if name not in types]:
-            return absent
-        inside = [(content[name], types[name], f"{where}.{name}") for name in content]
-    return [field for each in inside for field in unknown(*each)]
-
-
 def check(content, kind):
-    """Raises ValueError for an unknown field, for one that is missing, and for a wrong type."""
-    if fields := unknown(content, kind):
-        raise ValueError(f"there is no {fields[0]}")
-    getattr(models, kind).model_validate(content)
+    """An unknown field is not in the object; a missing one and a wrong type are refused."""
+    made = getattr(models, kind).from_dict(content)
+    assert ApiClient().sanitize_for_serialization(made) == content
 
 
 def with_quantities(content):
@@ -81,24 +66,6 @@ def test_it_has_the_fields_of_the_published_api(file, kind):
             check(job["template"], "V1JobTemplateSpec")
     else:
         check(content, f"V1{kind}")
-
-
-RULE = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"exitCodes": 1}, "there is no .exitCodes"),
-        ({"onExitCodes": {"operator": "In", "value": [2]}}, "there is no .onExitCodes.value"),
-        ({"onExitCodes": {"operator": "In", "values": ["2"]}}, "valid integer"),
-        ({"action": None}, "action"),
-    ],
-)
-def test_errors_are_detected(change, told):
-    check(RULE, "V1PodFailurePolicyRule")
-    with pytest.raises(ValueError, match=told):
-        check(RULE | change, "V1PodFailurePolicyRule")
 
 
 def arguments(name, index, **others):

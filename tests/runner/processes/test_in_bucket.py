@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import pytest
@@ -18,7 +17,7 @@ from buckets.proxy import Fault, FaultyProxy, Request
 from buckets.servers import environment
 from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
-from states import assert_same_bits
+from states import assert_same_bits, without_times
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -40,7 +39,6 @@ EXPERIMENT_FLAGS = (
     "--fdl.checkpoints.every=2",
 )
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 LOG = "metrics.jsonl"
 LEASE = r"lease(/|%2F)owner.json"  # in a request's path
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
@@ -69,8 +67,8 @@ def undisturbed(tmp_path_factory) -> tuple[object, list]:
     return fit(small(*EXPERIMENT), workdir).state, curve(workdir)
 
 
-def curve(workdir: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(workdir)]
+def curve(workdir):
+    return without_times(read_metrics(workdir))
 
 
 def stopping_after(step: int) -> Options:
