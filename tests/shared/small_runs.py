@@ -24,6 +24,7 @@ class SmallRun:
         experiment: tuple[str, ...] = EXPERIMENT,
         fresh: bool = False,
         environment: Mapping[str, str] | None = None,
+        module: str = "runner",
     ):
         """Starts it; `fresh`: as `fresh_process` does. `environment`: variables of its own."""
         self.workdir = workdir
@@ -33,7 +34,7 @@ class SmallRun:
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
         with self._file.open("w") as file:
             self.process = (fresh_process if fresh else ForkedProcess)(
-                *("-m", "runner", *arguments),
+                *("-m", module, *arguments),
                 stdout=file,
                 stderr=file,
                 environment={"XLA_FLAGS": XLA_FLAGS, **(environment or {})},

@@ -1,5 +1,6 @@
 """Commands that show runs: checkpoint, compare, ladder, coordinate_check, report, watch."""
 
+import dataclasses
 import json
 import re
 
@@ -17,15 +18,9 @@ from lmlib.inspect.coordinates import LOOKED_AT
 from runner.processes.lock import FolderLock
 
 
-@pytest.fixture(scope="module")
-def command():
-    """Takes the arguments, and gives exit status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        ended = run_forked("-m", "runner.checkpoint", *map(str, arguments))
-        return ended.returncode, ended.stdout, ended.stderr
-
-    return run
+def command(*arguments):
+    """Returns exit status, stdout and stderr."""
+    return dataclasses.astuple(run_forked("-m", "runner.checkpoint", *map(str, arguments)))
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def workdir(tmp_path):
     return tmp_path
 
 
-def test_list_and_show(workdir, command):
+def test_list_and_show(workdir):
     (workdir / "checkpoints/4000.orbax-checkpoint-tmp").mkdir()
     (workdir / "checkpoints/2000/manifest.json").unlink()
     status, output, _ = command("list", workdir)
@@ -62,7 +57,7 @@ def test_list_and_show(workdir, command):
     assert '"tokens": 21000' in output
 
 
-def test_verify_and_prune(workdir, command):
+def test_verify_and_prune(workdir):
     assert command("verify", workdir)[0] == 0
     chunk = workdir / "checkpoints/3000/state/weight/0.0"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
@@ -84,7 +79,7 @@ def test_verify_and_prune(workdir, command):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir, command):
+def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir):
     with FolderLock(workdir):
         assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
         for folder in (workdir, workdir / "checkpoints"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_texts import TEXTS, write_ids
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
 
 from lmlib.data.flat_tokens import FlatTokens
@@ -160,19 +160,11 @@ def test_mistakes_are_reported_before_computing(folder, loaded, tmp_path, what, 
         measured(loaded, data_set(str(path), split, "text"), **settings)
 
 
-@pytest.fixture(scope="module")
-def command():
-    return lambda *arguments: run_forked("-m", "runner.evaluate", *map(str, arguments))
-
-
 @pytest.mark.slow
-def test_all_checkpoints_are_a_curve(folder, command, tmp_path):
+def test_all_checkpoints_are_a_curve(folder, tmp_path):
     before = sorted((folder / "run").rglob("*"))
-    ended = command(
-        f"--from={folder}/run", "--all_checkpoints", f"--data={folder}/texts.jsonl",
-        f"--json={tmp_path}/out.json",
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    flags = ("--all_checkpoints", f"--data={folder}/texts.jsonl", f"--json={tmp_path}/out.json")
+    ended = succeeded("-m", "runner.evaluate", f"--from={folder}/run", *flags)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [each["step"] for each in results] == [3, 5]
     assert results[0]["loss"] == results[1]["loss"]
@@ -183,9 +175,10 @@ def test_all_checkpoints_are_a_curve(folder, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hugging_face_folder_is_evaluated(folder, command, tmp_path):
+def test_a_hugging_face_folder_is_evaluated(folder, tmp_path):
     shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
-    refused = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
+    command = ("-m", "runner.evaluate", f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
+    refused = run_forked(*command)
     assert refused.returncode == 2
     assert "no tokenizer of" in refused.stderr and "give --tokenizer" in refused.stderr
     vocabulary = {chr(97 + n): n for n in range(26)}
@@ -197,9 +190,7 @@ def test_a_hugging_face_folder_is_evaluated(folder, command, tmp_path):
         "model": model,
     }  # fmt: skip
     (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    ended = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
-    assert ended.returncode == 0, ended.stderr
-    assert "bits per byte" in ended.stdout
+    assert "bits per byte" in succeeded(*command).stdout
 
 
 @pytest.mark.slow

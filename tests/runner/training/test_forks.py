@@ -5,8 +5,6 @@ import functools
 import shutil
 
 import fiddle as fdl
-import jax
-import numpy as np
 import pytest
 from folder_contents import files_of
 from small_experiment import small
@@ -47,15 +45,6 @@ def learned(result):
     """What training made of each step."""
     names = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     return [{name: line[name] for name in names} for line in result.metrics]
-
-
-@pytest.mark.slow
-def test_a_fork_makes_the_steps_that_its_run_made(stable, tmp_path):
-    result, workdir = stable
-    again = fit(experiment("steps=6"), tmp_path, of(workdir, 2))
-    assert_same_bits(again.state, result.state)
-    assert learned(again) == learned(result)[2:]
-    assert again.summary.tokens == result.summary.tokens
 
 
 SCHEDULES = warmup_stable_decay, warmup_power_decay
@@ -120,8 +109,9 @@ def test_a_fork_trains_the_same_part(tmp_path):
     result = fit(in_part("steps=4"), tmp_path / "stable")
     fork = fit(in_part("steps=4", "seed=5"), tmp_path / "fork", of(tmp_path / "stable", 2))
     assert_same_bits(fork.state, result.state)
-    for one, other in zip(*(jax.tree.leaves(x.state.frozen) for x in (fork, result)), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert learned(fork) == learned(result)[2:]
+    assert fork.summary.tokens == result.summary.tokens
+    assert_same_bits(fork.state.frozen, result.state.frozen)
 
 
 def other_optimizer():

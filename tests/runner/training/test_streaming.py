@@ -125,8 +125,8 @@ def test_two_processes_share_the_data_and_know_both_states(texts):
 
     seen = []
     for result in (one, other):
-        tokens = [t for batch in result["rows"] for row in batch for t in row if t >= 0]
-        # The bytes of each document between begin tokens; the last end of text is a target only.
+        tokens = [t for batch in result["rows"] for row in batch for t in row if 0 <= t <= 256]
+        # Between begin tokens (256) are the bytes of a document.
         _, *documents = " ".join(map(str, tokens)).split("256")
         seen += [bytes(map(int, document.split())).decode() for document in documents]
     lines = (Path(texts) / "texts.jsonl").read_text().splitlines()

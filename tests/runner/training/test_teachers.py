@@ -14,6 +14,7 @@ from bigram import Bigram
 from byte_texts import write_texts
 from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
+from small_folder import assert_same_weights
 from states import assert_same_bits, cut_short
 
 from lmlib import hf
@@ -92,9 +93,7 @@ def test_the_teacher_of_a_folder_is_read_again_at_each_start(tmp_path):
     shutil.copytree(LLAMA, folder)
     cfg = config_of_folder(folder)
     whole = fit(cfg, tmp_path / "run")
-    leaves = map(jax.tree.leaves, (whole.state.reference_model, hf.load(folder)))
-    for one, other in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(whole.state.reference_model, hf.load(folder))
     resumed = fit(cfg, cut_short(tmp_path / "run", 1, tmp_path / "killed"))
     assert_same_bits(resumed.state, whole.state)
 
