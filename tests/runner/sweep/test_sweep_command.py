@@ -119,7 +119,7 @@ def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     assert "Stopped on a signal. Give the same command to continue." in begun.output()
     stopped = losses(folder / "seed=0")
     assert 2 < len(stopped) < steps and not (folder / "seed=1").exists()
-    done = sweep(folder, "--axis=seed=0,1", steps=steps)
+    sweep(folder, "--axis=seed=0,1", steps=steps)
     assert losses(folder / "seed=0")[: len(stopped)] == stopped
     assert [len(losses(folder / f"seed={seed}")) for seed in (0, 1)] == [steps, steps]
 
