@@ -114,8 +114,7 @@ def test_the_published_sizes_are_one_experiment_when_tiny(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "fiddlers"),
-    [("speedrun_124m", ["thousandth"]), ("speedrun_parts", ["tiny"])],
+    ("name", "fiddlers"), [("speedrun_124m", ["thousandth"]), ("speedrun_parts", ["tiny"])]
 )
 def test_two_steps_of_speedruns_on_a_mesh(name, fiddlers, tmp_path):
     """With every part, and with one."""

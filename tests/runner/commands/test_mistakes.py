@@ -187,10 +187,7 @@ def test_a_mistake_is_reported_in_one_line_and_changes_nothing(
 PARTS = cases("parts_that_do_not_fit.txt")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    sentinels(PARTS, lambda part: part in PARTS[::6]),
-)
+@pytest.mark.parametrize(("override", "message"), sentinels(PARTS, lambda part: part in PARTS[::6]))
 def test_parts_that_do_not_fit_are_refused_before_anything_compiles(tmp_path, override, message):
     with pytest.raises(ConfigError) as raised:
         fit(configs.load("experiments/llama_84m", ["tiny"], [override]), tmp_path / "new")

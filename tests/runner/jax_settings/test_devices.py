@@ -26,10 +26,7 @@ def ended_with(plugins, tmp_path, *command, **environment):
     unset = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     ours = {"PYTHONPATH": f"{PATHS}:{tmp_path}", "XLA_FLAGS": XLA_FLAGS}
     return subprocess.run(
-        [sys.executable, *command],
-        env=unset | ours | environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, *command], env=unset | ours | environment, capture_output=True, text=True
     )
 
 

@@ -186,8 +186,7 @@ def run(**changed):
 
 @pytest.mark.landing
 @pytest.mark.parametrize(
-    ("variable", "below"),
-    [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")],
+    ("variable", "below"), [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")]
 )
 def test_programs_are_cached_in_the_users_cache_folder(tmp_path, variable, below):
     assert run(**{variable: str(tmp_path)}) == str(tmp_path / below)

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 from buckets.fixtures import folder_in_bucket
 from forked_processes import ForkedProcess, run_forked
-from several_processes import (
-    SECONDS,
-    STEPS,
-    SeveralProcesses,
-    assert_same_curve,
-)
+from several_processes import SECONDS, STEPS, SeveralProcesses, assert_same_curve
 from small_runs import EXPERIMENT as SMALL
 
 from lmlib.checkpoint import Checkpoints

@@ -127,11 +127,7 @@ def other_optimizer():
         (lambda: experiment("steps=4"), 4, "has made 4 steps, and steps is 4, which includes them"),
         (lambda: experiment("steps=9"), None, "name it, as in init_from="),
         (lambda: experiment("steps=9", "data.seed=5"), 4, "was trained on other data"),
-        (
-            lambda: experiment("steps=9", "model.embed=32"),
-            4,
-            "model.embed changed since ",
-        ),
+        (lambda: experiment("steps=9", "model.embed=32"), 4, "model.embed changed since "),
         (other_optimizer, 4, "bfloat16[512, 16] is wanted"),
         (
             lambda: experiment("steps=9", "guard.spike_deviations=None"),
