@@ -13,7 +13,7 @@ from documented_blocks import PAGES, blocks
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from written_experiment import LIBRARY
+from written_experiment import LIBRARY, error
 
 import lmlib.trackers  # noqa: F401, defines the trackers
 from lmlib.inspect.layer_norms import LayerNorms
@@ -25,13 +25,6 @@ from runner.config.configs import load, save
 from runner.config.saved_config import TRUSTED, full_name, is_trusted
 from runner.config.text import changed_paths, difference, flattened, settings
 from runner.errors import ConfigError
-
-
-def error(*arguments, **more) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load(*arguments, **more)
-    return str(raised.value)
-
 
 # Text
 
@@ -139,11 +132,8 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
     save(load(experiment), workdir)
     save(load(experiment, ["tiny"]), workdir)
     assert (workdir / "config.txt").read_text() == flattened(load(experiment, ["tiny"]))
-    assert sorted(path.name for path in workdir.iterdir()) == [
-        "config.json",
-        "config.txt",
-        "settings.json",
-    ]
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {"config.json", "config.txt", "settings.json"}
 
 
 def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from byte_texts import write_texts
 from forked_processes import succeeded
 from small_experiment import small
+from states import assert_same_bits
 
 from experiments.base.pretraining import later_stage
 from lmlib.data.batch import place
@@ -69,8 +70,7 @@ def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
         assert line["tokens"] == tokens
         assert line["step_flops"] == rows * length * 6 * 512 * 16
         assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(rows * length)
-    for one, other in zip(bits(state), bits(whole.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(bits(state), bits(whole.state))
 
 
 @pytest.mark.slow
@@ -83,8 +83,7 @@ def test_a_staged_run_resumes_to_the_same_bits(ended_after, whole, tmp_path):
         assert [one[name] for name in ("step", "loss", "tokens", "grad_norm")] == [
             other[name] for name in ("step", "loss", "tokens", "grad_norm")
         ]
-    for one, other in zip(bits(again.state), bits(whole.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(bits(again.state), bits(whole.state))
 
 
 @pytest.mark.slow

@@ -216,26 +216,12 @@ def test_other_files_are_not_overwritten_by_answers(generator, tmp_path):
         answer(generator, tmp_path, out)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "Expecting property name"),
-        ("[1]", "one of the keys prompt, messages, tokens"),
-        ('{"prompt": "a", "tokens": [1]}', "one of the keys"),
-        ('{"prompt": 3}', "its prompt is not a string: 3"),
-        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
-        ('{"tokens": [1, 2.5]}', "not a list of integers"),
-        ('{"tokens": [true]}', "not a list of integers"),
-        ('{"tokens": []}', "it has no tokens"),
-        ('{"tokens": [258]}', "has no token 258: ids end at 257"),
-        ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
-        ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
-        ('{"prompt": "a", "n": NaN}', "not JSON compliant"),
-        ('{"prompt": "a", "n": [-Infinity]}', "not JSON compliant"),
-        ('{"prompt": "a", "n": 1e999}', "not JSON compliant"),
-    ],
-)
-def test_broken_lines_are_named(tmp_path, line, reason):
+BROKEN = Path(__file__).with_name("broken_prompts.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_lines_are_named(tmp_path, case):
+    line, reason = case.split(" | ")
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n\n{line}\n' + "{\n" * 5)
     with pytest.raises(

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 from byte_texts import BOS, EOS, write_ids
 from compiled_programs import XLA_FLAGS
+from forked_processes import ROOT, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_folder import assert_same_weights
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
@@ -32,7 +30,6 @@ from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded, load
 from runner.weights.texts import tokenizer_of
 
-ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
 FLOAT32 = Compute(dtype="float32")
 TOKENIZER = {
@@ -140,10 +137,7 @@ Generator(run.model, rows=1, length=8)([ids], 2)
 @pytest.mark.slow
 def test_on_one_device_nothing_needs_a_mesh(run):
     """Not even code of the user's own, such as a gradient."""
-    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
-    command = [sys.executable, "-c", ON_ONE_DEVICE, str(run[0])]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeded("-c", ON_ONE_DEVICE, run[0], environment={"XLA_FLAGS": XLA_FLAGS})
 
 
 def test_a_text_needs_a_tokenizer():
