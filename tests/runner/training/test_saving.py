@@ -94,7 +94,7 @@ def test_too_many_failed_saves_stop_the_run(tmp_path):
 def test_a_deleted_workdir_is_reported(tmp_path):
     workdir = tmp_path / "run"
     cfg = disturbed(workdir, {13: "delete"})
-    with pytest.raises(WorkdirLost, match=f"^{workdir} was deleted or moved while") as told:
+    with pytest.raises(WorkdirLost, match=f"^{workdir} was deleted or moved during") as told:
         fit(cfg, workdir)
     assert exit_code(told.value) == FAILED
     assert not workdir.exists()
