@@ -151,10 +151,7 @@ def _supervise_or_train(
             wait_for_lock(workdir, _LOCK_SECONDS.value)
     if supervisor is None and processes.may_be_several():
         return supervise(
-            workdir,
-            processes.heartbeat_seconds,
-            processes.startup_seconds,
-            _GRACE_SECONDS.value,
+            workdir, processes.heartbeat_seconds, processes.startup_seconds, _GRACE_SECONDS.value
         )
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
     from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone

@@ -27,10 +27,7 @@ INIT_FROM = flags.DEFINE_string(
     "RUN, RUN@STEP or Hugging Face folder with initial weights, or with weights that --from lacks.",
 )
 WEIGHTS = flags.DEFINE_enum(
-    "weights",
-    "trained",
-    ["trained", "ema"],
-    "Weights of a run: the last, or their average.",
+    "weights", "trained", ["trained", "ema"], "Weights of a run: the last, or their average."
 )
 flags.disclaim_key_flags()  # `key_flags` acts for the module that calls it
 

@@ -60,9 +60,7 @@ class Result:
 
 @ends_other_processes()
 def fit(
-    cfg: fdl.Config[Experiment],
-    workdir: str | os.PathLike[str],
-    options: Options | None = None,
+    cfg: fdl.Config[Experiment], workdir: str | os.PathLike[str], options: Options | None = None
 ) -> Result:
     """Trains the experiment in `cfg` to its last step, resuming from the newest checkpoint.
 
