@@ -16,7 +16,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from runner.command_line.command import DEBUG, first_lines, listed, run, take_flags
 from runner.command_line.exit_status import FAILED, FINISHED, STOPPED
-from runner.command_line.flags import TRUST_MODULE, check_chosen, chosen_config, fiddlers_listed
+from runner.command_line.flags import check_chosen, chosen_config, chosen_flags, fiddlers_listed
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.errors import ConfigError
@@ -185,14 +185,7 @@ def _write_array(sweep: Sweep, arguments: Sequence[str]) -> int:
 
 
 def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
-    given = flags.FLAGS
-    experiment = [
-        f"--fdl_config={given.fdl_config}",
-        *(f"--fiddler={each}" for each in given.fiddler),
-        *(f"--fdl.{each}" for each in given.fdl_set),
-        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
-    ]
-    words = command_of(point, experiment, arguments)
+    words = command_of(point, chosen_flags(), arguments)
     return words if _LAUNCHER.value is None else launched(_LAUNCHER.value, words, point, slot)
 
 

@@ -115,13 +115,7 @@ def _fit_in(
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
-            check_config(
-                cfg,
-                lambda: experiment.abstract_state().changing,
-                workdir,
-                options.allowed_changes,
-                run.tell,
-            )
+            check_config(run)
             start.check_jax_settings(options.allowed_changes, run.tell)
         start.tell_changes(run.tell)
         with agreed(), user_errors((PartError,)):
