@@ -1,7 +1,6 @@
 """Mistakes of users are reported in one line, with exit code 2, and change nothing on disk."""
 
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from byte_texts import write_texts
 from folder_contents import files_of
 from forked_processes import run_forked
 from hugging_face_families import GOLDEN
-from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 
 from runner import fit
@@ -138,19 +136,6 @@ def cases(table: str) -> list[tuple[str, str]]:
 
 
 ALL = cases("mistakes.txt")
-
-
-@pytest.mark.landing
-def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(scratch)
-    mixer = importlib.import_module("own_mixer").OneArray
-    workdir, _ = write_run_on_bytes(tmp_path, attention=mixer)
-    flags = (f"--from={workdir}", "--trust_module=own_mixer", "--tokens=1,2")
-    ended = run_forked("-m", "runner.generate", *flags, cwd=scratch)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = (line for line in ended.stderr.splitlines() if "own_mixer" in line)
-    assert line.startswith("error: own_mixer.OneArray must return a tuple (y_BSE, cache)")
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,3 @@ def test_tasks_need_the_extra(folder, monkeypatch):
     loaded = load(str(folder / "run"), mesh=make_mesh())
     with pytest.raises(ConfigError, match=r"--tasks needs lm-eval: pip install 'lmlib\[eval\]'"):
         evaluate_tasks(loaded, Tasks(("arc_easy",)))
-
-
-@pytest.mark.slow
-def test_the_command_measures_the_suite(folder, tmp_path):
-    of_run = f"--from={folder / 'run'}"
-    done = succeeded("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
-    assert "copying_accuracy/8" in done.stdout
-    (found,) = json.loads((tmp_path / "found").read_text())
-    loaded = load(str(folder / "run"), mesh=make_mesh())
-    assert set(found["results"]) == set(Suite().metrics(24, loaded.codec))

@@ -269,25 +269,9 @@ def test_prompts_must_be_text_in_a_regular_file(tmp_path):
             digest_of(file)
 
 
-PROMPTS = [{"prompt": "é", "id": 7}, {"tokens": [256, 97]}, {"prompt": "one two"}]
-
-
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     return write_run_on_bytes(tmp_path_factory.mktemp("generate"))[0]
-
-
-@pytest.mark.slow
-def test_a_file_of_prompts_is_answered(workdir, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
-    arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
-    ended = succeeded("-m", "runner.generate", *arguments)
-    said = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["given"] for each in said[::2]] == PROMPTS
-    assert ended.stdout == ""
-    assert f"{out} has the answers to all 3 lines of {prompts}" in ended.stderr
 
 
 @pytest.mark.slow

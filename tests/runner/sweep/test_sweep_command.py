@@ -39,11 +39,15 @@ POINTS = [f"peak_lr={rate},seed={seed}" for rate in ("0.001", "0.01") for seed i
 
 
 @pytest.mark.slow
-def test_each_point_is_a_run_in_a_folder_of_its_own(made):
+def test_each_point_is_an_ordinary_run_in_a_folder_of_its_own(made, tmp_path):
     folder, done = made
     assert sorted(file.parent.name for file in folder.glob("*/result.json")) == POINTS
     curves = [losses(folder / name) for name in POINTS]
     assert len({tuple(curve) for curve in curves}) == 4
+    settings = ("--fdl.steps=3", "--fdl.optimizer.peak_lr=1e-2", "--fdl.seed=1")
+    flags = (*EXPERIMENT, *settings, f"--workdir={tmp_path}")
+    succeeded("-m", "runner", *flags, environment=ENVIRONMENT)
+    assert losses(tmp_path) == curves[3]
     # One line for each point; the lines of its steps are in its folder.
     told = done.stderr.splitlines()
     assert [re.match(r"(./4)  (\S+) finished after .*: training loss ", x)[1] for x in told] == [
@@ -67,17 +71,6 @@ def test_a_dry_run_shows_the_cost(tmp_path):
     assert last.startswith("4 points, ")
     assert last.index("The time here is measured in the first point.") < last.index("on an H100")
     assert max(map(len, shown.stdout.splitlines())) <= WIDTH
-
-
-@pytest.mark.slow
-def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
-    folder, _ = made
-    settings = ("--fdl.steps=3", "--fdl.optimizer.peak_lr=1e-2", "--fdl.seed=1")
-    succeeded(
-        *("-m", "runner", *EXPERIMENT, *settings, f"--workdir={tmp_path / 'alone'}"),
-        environment=ENVIRONMENT,
-    )
-    assert losses(tmp_path / "alone") == losses(folder / POINTS[3])
 
 
 @pytest.mark.slow
