@@ -15,6 +15,9 @@ import pytest
 from byte_texts import TEXTS, write_ids
 from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
@@ -182,14 +185,9 @@ def test_a_hugging_face_folder_is_evaluated(folder, tmp_path):
     assert refused.returncode == 2
     assert "no tokenizer of" in refused.stderr and "give --tokenizer" in refused.stderr
     vocabulary = {chr(97 + n): n for n in range(26)}
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
-    split = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
-    tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": split, "post_processor": None, "decoder": None,
-        "model": model,
-    }  # fmt: skip
-    (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = Split(Regex(""), "isolated")
+    tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
     assert "bits per" in succeeded(*command).stdout  # the table may wrap its titles
 
 

@@ -1,7 +1,6 @@
 """Models of runs and of Hugging Face's folders, loaded with their texts' codec."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,10 @@ from forked_processes import ROOT, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_folder import assert_same_weights
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from lmlib import Compute, hf
 from lmlib.data.chats.chat import ChatTemplate
@@ -32,21 +35,6 @@ from runner.weights.texts import tokenizer_of
 
 LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
 FLOAT32 = Compute(dtype="float32")
-TOKENIZER = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-    "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-                   {"Sequence": {"id": "A", "type_id": 0}},
-                   {"SpecialToken": {"id": "</s>", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}
-                           for name, id in (("<s>", 5), ("</s>", 2))},
-    },
-    "model": {"type": "WordLevel", "unk_token": "a",
-              "vocab": {"a": 0, "b": 1, "</s>": 2, "<s>": 5}},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,11 @@ def folder(tmp_path_factory):
     """A Hugging Face folder with a tokenizer that adds begin and end tokens."""
     folder = tmp_path_factory.mktemp("folder")
     shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2, "<s>": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    ends = [("<s>", 5), ("</s>", 2)]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     return folder
 

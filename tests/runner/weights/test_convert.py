@@ -18,6 +18,8 @@ from hugging_face_families import GOLDEN
 from sentinels import sentinels
 from small_folder import assert_same_tensors
 from small_tokenizer import write_tokenizer_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from data_tools.prepare_chats.conversations import ConversationField
 from data_tools.prepare_chats.prepare import prepare_chats
@@ -42,13 +44,7 @@ from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loaded import load
 
-TOKENIZER = json.dumps(
-    {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
-    }
-)  # fmt: skip
+TOKENIZER = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str()
 
 
 @pytest.fixture(scope="module")
