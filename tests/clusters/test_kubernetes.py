@@ -3,18 +3,16 @@ Kubernetes would start them."""
 
 import math
 import re
-import socket
 
 import pytest
 import yaml
 from compiled_programs import XLA_FLAGS
-from forked_processes import ROOT, ForkedProcess, succeeded
+from forked_processes import ROOT, ForkedProcess, Running, free_port, succeeded
 from kubernetes.client import ApiClient, models
 
 from lmlib.metrics.log import read_metrics
 from lmlib.plan.targets import parse
 
-SECONDS = 300
 SMALL = ("--fiddler=tiny", "--fdl.steps=2", "--fdl.model.layers=1", "--fdl.validation=None")
 MANIFESTS = sorted((ROOT / "clusters").glob("*.yaml"))
 # JobSet is not in Kubernetes, but the templates of its jobs are.
@@ -141,26 +139,17 @@ def variables(name, index):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["indexed_job", "tpu_jobset"])
 def test_its_four_processes_train(name, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     changed = {"workdir": tmp_path / "run"}
     if name == "indexed_job":
-        changed["coordinator"] = f"localhost:{port}"
-    pods, outputs = [], [tmp_path / str(index) for index in range(4)]
-    for index, output in enumerate(outputs):
+        changed["coordinator"] = f"localhost:{free_port()}"
+    pods = Running([tmp_path / str(index) for index in range(4)])
+    for index, output in enumerate(pods.files):
         with output.open("w") as file:
-            pod = ForkedProcess(
+            pods.running[index] = ForkedProcess(
                 "-m", "runner", *arguments(name, index, **changed), *SMALL,
                 stdout=file, stderr=file, environment=variables(name, index),
             )  # fmt: skip
-        pods.append(pod)
-    try:
-        ended = [each.wait(SECONDS) for each in pods]
-    finally:
-        for each in pods:
-            each.kill()
-    assert ended == [0] * 4, [output.read_text() for output in outputs]
+    assert pods.exit_codes() == [0] * 4, pods.everything()
     assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2]
     logs = sorted((tmp_path / "run/logs").iterdir())
     assert [f"=== process {i} of 4" in log.read_text() for i, log in enumerate(logs)] == [True] * 4

@@ -1,16 +1,14 @@
 """clusters/ray_train.py on a real Ray cluster of several nodes on this machine."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from buckets.fixtures import folder_in_bucket
 from compiled_programs import XLA_FLAGS
-from forked_processes import PATHS, ROOT, succeeded
+from forked_processes import PATHS, ROOT, Running, succeeded
 from several_processes import HEARTBEAT_SECONDS, LLAMA, assert_same_curve
 
 from lmlib.metrics.log import read_metrics
@@ -20,7 +18,6 @@ ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs lmlib[ray]"
 pytestmark = pytest.mark.slow
 
 SCRIPT = ROOT / "clusters/ray_train.py"
-SECONDS = 400
 DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
 
 
@@ -49,16 +46,11 @@ def cluster(monkeypatch, workdir):
 
 def begun(cluster, output, *flags):
     command = [sys.executable, SCRIPT, f"--address={cluster.address}", "--gpus=1", *flags]
+    run = Running([output])
     with output.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-
-
-def wait_until(condition, process, output):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, output.read_text()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"ended with {process.wait(0.2)}\n{output.read_text()}")
+        started = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    run.running[0] = started
+    return run
 
 
 def steps_of(workdir):
@@ -76,17 +68,17 @@ def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(
     )  # fmt: skip
     process = begun(cluster, output, *flags, f"--workdir={workdir}")
     try:
-        wait_until(lambda: len(steps_of(workdir)) > 6, process, output)
+        process.wait_until(lambda: len(steps_of(workdir)) > 6, "this")
         cluster.remove_node(min(cluster.worker_nodes, key=str), allow_graceful=False)
-        wait_until(lambda: "start 2: 1 of 2 hosts" in output.read_text(), process, output)
+        process.wait_until(lambda: "start 2: 1 of 2 hosts" in output.read_text(), "this")
         before = len(steps_of(workdir))
-        wait_until(lambda: len(steps_of(workdir)) > before, process, output)
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(SECONDS) == 75, output.read_text()
+        process.wait_until(lambda: len(steps_of(workdir)) > before, "this")
+        os.kill(process.running[0].pid, signal.SIGTERM)
+        assert process.exit_codes() == [75], process.output()
         again = begun(cluster, output, *flags, f"--workdir={workdir}")
-        assert again.wait(SECONDS) == 0, output.read_text()
+        assert again.exit_codes() == [0], again.output()
     finally:
-        process.kill()
+        process.end()
     alone = tmp_path / "alone"
     succeeded("-m", "runner", *LLAMA, f"--workdir={alone}")
     assert_same_curve(folder_to_read(workdir), alone)
@@ -97,7 +89,7 @@ def test_a_mistake_is_not_started_again(cluster, tmp_path):
     process = begun(
         cluster, output, "--hosts=2", *LLAMA, "--fdl.batch=1", f"--workdir={tmp_path}/run"
     )
-    assert process.wait(SECONDS) == 2
+    assert process.exit_codes() == [2]
     assert "start 1: 2 of 2 hosts" in output.read_text() and "start 2" not in output.read_text()
 
 
@@ -105,8 +97,8 @@ def test_a_signal_ends_the_wait_for_hosts(cluster, tmp_path):
     output = tmp_path / "output"
     process = begun(cluster, output, "--hosts=9", "--wait_seconds=300", *LLAMA)
     try:
-        wait_until(lambda: "waiting for 9 hosts" in output.read_text(), process, output)
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 75, output.read_text()
+        process.wait_until(lambda: "waiting for 9 hosts" in output.read_text(), "this")
+        os.kill(process.running[0].pid, signal.SIGINT)
+        assert process.exit_codes() == [75], process.output()
     finally:
-        process.kill()
+        process.end()

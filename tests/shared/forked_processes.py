@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import runner
 
 ROOT = Path(runner.__file__).parents[1]
-SECONDS = 600  # that `run_forked` may take
+SECONDS = 600  # that anything may take
 _ASKING = threading.Lock()  # a server is asked by one thread at a time
 _SERVER = Path(__file__).with_name("fork_server.py")
 # What begins so is read when Python starts or a package is imported: it has a server of its own.
@@ -156,6 +157,54 @@ def succeeded(*arguments: str | os.PathLike[str], **settings: Any) -> Ended:
     ended = run_forked(*arguments, **settings)
     assert ended.returncode == 0, ended.stderr
     return ended
+
+
+class Running:
+    """Processes that have begun, by number; each writes into one of `files`."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self.running: dict[int, ForkedProcess | subprocess.Popen[bytes]] = {}
+
+    def output(self, process: int = 0) -> str:
+        return self.files[process].read_text()
+
+    def everything(self) -> str:
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.files)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until `condition` holds, before the first process ends."""
+        deadline, first = time.monotonic() + SECONDS, next(iter(self.running.values()))
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what!r} in\n{self.everything()}"
+            try:
+                first.wait(0.01)
+            except subprocess.TimeoutExpired:
+                continue
+            assert condition(), f"ended before {what!r}\n{self.everything()}"
+
+    def exit_codes(self) -> list[int | None]:
+        """Waits until all have ended."""
+        deadline = time.monotonic() + SECONDS
+        try:
+            for each in self.running.values():
+                each.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"no end of\n{self.everything()}") from error
+        finally:
+            self.end()
+        return [each.returncode for each in self.running.values()]
+
+    def end(self) -> None:
+        for each in self.running.values():
+            each.kill()
+            each.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -1,19 +1,14 @@
 """A run of several real processes on one machine, through the real command line."""
 
-import socket
-import subprocess
-import time
-
 import pytest
 from compiled_programs import XLA_FLAGS
-from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
+from forked_processes import ROOT, ForkedProcess, Running, free_port, fresh_process, paths_of
 from states import TIMES
 
 from lmlib.metrics.log import read_metrics
 
 STEPS = 30
 HEARTBEAT_SECONDS = 10
-SECONDS = 400  # that the processes may take
 LLAMA = (
     "--fdl_config=experiments/llama_84m",
     "--fiddler=tiny",
@@ -31,8 +26,8 @@ LLAMA = (
 EXACT = ("step", "valid_tokens", "tokens")
 
 
-class SeveralProcesses:
-    """The processes of a run, begun; what each writes to its terminal goes to a file."""
+class SeveralProcesses(Running):
+    """The processes of a run, begun."""
 
     def __init__(
         self,
@@ -55,22 +50,19 @@ class SeveralProcesses:
         `own`, `roots`, `folders` and `environments` have flags, code folder, working folder and
         variables of single processes by number. `fresh` starts them with `fresh_process`.
         """
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.address = f"localhost:{free.getsockname()[1]}"
         environment = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} {XLA_FLAGS}",
         }
         outputs.mkdir(parents=True)
-        self.files = [outputs / str(process) for process in range(count)]
-        self.running = {}
+        super().__init__([outputs / str(process) for process in range(count)])
+        port = free_port()
         for process in only or range(count):
             root = (roots or {}).get(process, ROOT)
             arguments = [
                 *experiment,
                 f"--workdir={workdir}",
-                f"--coordinator={self.address}",
+                f"--coordinator=localhost:{port}",
                 f"--num_processes={count}",
                 f"--process_id={process}",
                 f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
@@ -89,39 +81,9 @@ class SeveralProcesses:
                     | (environments or {}).get(process, {}),
                 )
 
-    def output(self, process):
-        return self.files[process].read_text()
-
-    def everything(self):
-        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.files)
-
     def wait_for_lines(self, workdir, count):
-        """Until metrics.jsonl has so many."""
-        deadline = time.monotonic() + SECONDS
-        while len(read_metrics(workdir)) < count:
-            assert time.monotonic() < deadline, self.everything()
-            try:
-                self.running[0].wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            pytest.fail(f"ended before step {count}\n{self.everything()}")
-
-    def exit_codes(self):
-        """Those of all, once they have ended; all output if they do not."""
-        deadline = time.monotonic() + SECONDS
-        try:
-            for each in self.running.values():
-                each.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"did not end in {SECONDS} s\n{self.everything()}")
-        finally:
-            self.end()
-        return [each.returncode for each in self.running.values()]
-
-    def end(self):
-        for each in self.running.values():
-            each.kill()
-            each.wait()
+        """Until metrics.jsonl has that many."""
+        self.wait_until(lambda: len(read_metrics(workdir)) >= count, f"step {count}")
 
     def finished(self):
         assert set(self.exit_codes()) == {0}, self.everything()

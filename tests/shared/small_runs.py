@@ -1,19 +1,17 @@
 """Small runs through the real command line, begun, watched and ended."""
 
-import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import small_experiment
 from compiled_programs import XLA_FLAGS
-from forked_processes import ForkedProcess, fresh_process
+from forked_processes import ForkedProcess, Running, fresh_process
 
-SECONDS = 240.0  # that anything may take
 EXPERIMENT = (f"--fdl_config={small_experiment.__file__}", "--fdl.validation=None")
 
 
-class SmallRun:
+class SmallRun(Running):
     """`python -m runner` on one CPU device, its output going to a file beside the workdir."""
 
     def __init__(
@@ -27,39 +25,26 @@ class SmallRun:
         module: str = "runner",
     ):
         """Starts it; `fresh`: as `fresh_process` does. `environment`: variables of its own."""
-        self.workdir = workdir
         workdir.parent.mkdir(parents=True, exist_ok=True)
-        self._file = workdir.with_suffix(".output")
+        super().__init__([workdir.with_suffix(".output")])
         settings = (f"--fdl.{override}" for override in overrides)
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
-        with self._file.open("w") as file:
-            self.process = (fresh_process if fresh else ForkedProcess)(
+        with self.files[0].open("w") as file:
+            self.running[0] = (fresh_process if fresh else ForkedProcess)(
                 *("-m", module, *arguments),
                 stdout=file,
                 stderr=file,
                 environment={"XLA_FLAGS": XLA_FLAGS, **(environment or {})},
             )
 
-    def output(self) -> str:
-        return self._file.read_text()
+    @property
+    def process(self) -> Any:
+        return self.running[0]
 
     def wait_for(self, what: str) -> None:
         """Until `what` is in the output."""
         self.wait_until(lambda: what in self.output(), what)
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"no {what!r} in\n{self.output()}"
-            try:
-                self.process.wait(0.01)
-            except subprocess.TimeoutExpired:
-                continue
-            assert condition(), f"ended before {what!r}\n{self.output()}"
-
-    def exit_code(self) -> int:
-        try:
-            return self.process.wait(SECONDS)
-        finally:
-            self.process.kill()
-            self.process.wait()
+    def exit_code(self) -> int | None:
+        (code,) = self.exit_codes()
+        return code

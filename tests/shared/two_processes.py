@@ -2,21 +2,18 @@
 
 import contextlib
 import os
-import socket
 from tempfile import TemporaryFile
 from typing import Any
 
 from compiled_programs import XLA_FLAGS
-from forked_processes import ROOT, Ended, ForkedProcess
+from forked_processes import ROOT, Ended, ForkedProcess, free_port
 
 SECONDS = 400  # that they may take
 
 
 def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
     """Runs `code` in two processes of two devices, with `arguments`, a port and 0 or 1."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]

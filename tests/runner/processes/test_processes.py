@@ -4,14 +4,12 @@ import io
 import os
 import re
 import signal
-import socket
-import time
 from pathlib import Path
 
 import pytest
 from buckets.fixtures import folder_in_bucket
-from forked_processes import ForkedProcess, run_forked
-from several_processes import SECONDS, STEPS, SeveralProcesses, assert_same_curve
+from forked_processes import SECONDS, ForkedProcess, free_port, run_forked
+from several_processes import STEPS, SeveralProcesses, assert_same_curve
 from small_runs import EXPERIMENT as SMALL
 
 from lmlib.checkpoint import Checkpoints
@@ -144,9 +142,7 @@ NOTHING = "import jax\njax.distributed.initialize(cluster_detection_method='deac
 
 def missed(missing, how, folder):
     """Returns the output and exit code of a process after the other, `missing`, was lost."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     both, asked, told = [], [], []
     for n in range(2):
         (stdin, question), (answer, stdout) = os.pipe(), os.pipe()
@@ -259,18 +255,12 @@ def started_in(url, folder, count, **settings):
     return SeveralProcesses(count, url, folder / "outputs", environments=machines, **settings)
 
 
-def wait_for(url, step, run):
-    deadline = time.monotonic() + SECONDS
-    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
-        while step not in checkpoints.steps():
-            assert time.monotonic() < deadline, run.everything()
-
-
 @pytest.mark.slow
 def test_a_run_in_a_bucket_survives_a_lost_machine(url, tmp_path, monkeypatch):
     store = BucketStore(BucketUrl.parsed(url))
     first = started_in(url, tmp_path / "first", 2)
-    wait_for(url, 10, first)
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        first.wait_until(lambda: 10 in checkpoints.steps(), "step 10")
     os.kill(first.running[1].pid, signal.SIGKILL)
     codes = first.exit_codes()
     assert codes[0] == 3 and "because process 1 ended or stopped answering" in first.output(0)

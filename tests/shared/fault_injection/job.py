@@ -8,14 +8,13 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from folder_contents import files_of
-from forked_processes import ROOT, ForkedProcess, fresh_process
+from forked_processes import ROOT, ForkedProcess, free_port, fresh_process
 
 from fault_injection import experiment
 from fault_injection.kinds import EVERYTHING, Kind
@@ -164,7 +163,7 @@ class Job:
         """Starts the run, or goes on with it; `fresh`: as `fresh_process` does."""
         if not beside_another:
             self._restore_programs()
-        address = _free_address() if self.processes > 1 else None
+        address = f"localhost:{free_port()}" if self.processes > 1 else None
         commands = [("runner", *self._arguments(address, n)) for n in range(self.processes)]
         return self._begun("output", commands, fresh_process if fresh else ForkedProcess)
 
@@ -282,9 +281,3 @@ def step_of(unfinished: Path) -> int:
     found = UNFINISHED.fullmatch(unfinished.name)
     assert found
     return int(found[1])
-
-
-def _free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"
