@@ -10,22 +10,10 @@ from forked_processes import run_forked, succeeded
 from runner.command_line.exit_status import FINISHED
 
 # Of the shipped data, which is not here, the plan needs the sizes alone.
+SIZES = "vocab=512 embed=64 layers=2 heads=4 head_dim=16 kv_heads=2 mlp=128"
 SMALL = (
-    "--fdl_config=experiments/llama_8b",
-    *(
-        f"--fdl.{override}"
-        for override in (
-            "model.vocab=512",
-            "model.embed=64",
-            "model.layers=2",
-            "model.heads=4",
-            "model.head_dim=16",
-            "model.kv_heads=2",
-            "model.mlp=128",
-            "data.batch_size=8",
-            "data.sequence_length=64",
-        )
-    ),
+    *("--fdl_config=experiments/llama_8b", *(f"--fdl.model.{size}" for size in SIZES.split())),
+    *("--fdl.data.batch_size=8", "--fdl.data.sequence_length=64"),
 )
 
 
