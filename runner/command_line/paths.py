@@ -58,10 +58,8 @@ def check_can_be_made(path: Path) -> None:
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
     folder = there if there.is_dir() else there.parent
-    longest, length = (
-        max(map(len, map(os.fsencode, whole.parts))),
-        len(os.fsencode(whole)) + _ROOM,
-    )
+    longest = max(map(len, map(os.fsencode, whole.parts)))
+    length = len(os.fsencode(whole)) + _ROOM
     if there.is_symlink() and not there.exists():
         why = f"{there} is a link to {there.readlink()}, which does not exist"
     elif there != whole and not there.is_dir():

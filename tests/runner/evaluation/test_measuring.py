@@ -145,20 +145,15 @@ def test_mistakes_are_reported_before_computing(folder, loaded, tmp_path, what, 
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "column.jsonl").write_text('{"content": "a"}')
-    settings, split, path = {}, "train", folder / "texts"
-    if what == "other ids":
-        other = TokenizerIdentity("other", None)
-        path = write_ids(tmp_path / "ids", [[1, 2]], tokenizer=other).parent
-    elif what == "larger ids":
-        path = write_ids(tmp_path / "ids", [[1, 299]]).parent
-    elif what == "data":
-        path, split = folder / "data", "validation"
-    elif what == "no tokenizer":
+    write_ids(tmp_path / "other ids", [[1, 2]], tokenizer=TokenizerIdentity("other", None))
+    write_ids(tmp_path / "larger ids", [[1, 299]])
+    path = (folder if what == "data" else tmp_path) / what
+    if what == "no tokenizer":
         loaded = dataclasses.replace(loaded, codec=None)
-    elif what == "batch":
-        settings = {"batch_size": 3}
-    else:
-        path = tmp_path / what
+    if what in ("no tokenizer", "batch"):
+        path = folder / "texts"
+    settings = {"batch_size": 3} if what == "batch" else {}
+    split = "validation" if what == "data" else "train"
     with pytest.raises((ConfigError, FileNotFoundError), match=told):
         measured(loaded, data_set(str(path), split, "text"), **settings)
 
