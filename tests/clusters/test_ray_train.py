@@ -23,7 +23,7 @@ DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
 
 @pytest.fixture(params=["disk"])
 def workdir(request, monkeypatch, tmp_path):
-    """On a disk, or a URL; what a cluster that is started after it finds there."""
+    """A folder on a disk, or a URL. The cluster is started after it."""
     if request.param == "disk":
         yield str(tmp_path / "run")
         return
@@ -33,7 +33,7 @@ def workdir(request, monkeypatch, tmp_path):
 
 @pytest.fixture
 def cluster(monkeypatch, workdir):
-    """Of a head without hosts for runs and two nodes with a GPU by name each."""
+    """A cluster with a head, which runs nothing, and two nodes that claim to have a GPU each."""
     monkeypatch.setenv("XLA_FLAGS", DEVICES)
     monkeypatch.setenv("PYTHONPATH", PATHS)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}

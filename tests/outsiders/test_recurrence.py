@@ -82,7 +82,7 @@ RATE = 1e-3
 
 class Momentum(NamedTuple):
     average: Any
-    flipped: jax.Array  # share of the signs that differ from those of the step before
+    flipped: jax.Array  # share of the signs that differ from the previous step's
 
 
 def signs(steps):

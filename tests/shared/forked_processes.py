@@ -26,7 +26,7 @@ ROOT = Path(runner.__file__).parents[1]
 SECONDS = 600  # that anything may take
 _ASKING = threading.Lock()  # a server is asked by one thread at a time
 _SERVER = Path(__file__).with_name("fork_server.py")
-# What begins so is read when Python starts or a package is imported: it has a server of its own.
+# Python or a package reads variables with these prefixes when it starts: they need a new server.
 _READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 
@@ -78,7 +78,7 @@ class ForkedProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, once it has ended; subprocess.TimeoutExpired after `timeout` seconds."""
+        """Waits for its exit status; raises subprocess.TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             told = select.poll()
             told.register(self._pipe, select.POLLIN)
@@ -109,7 +109,7 @@ def fresh_process(
     cwd: Path = ROOT,
     environment: Mapping[str, str | None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `ForkedProcess`, and not forked."""
+    """Starts a process like `ForkedProcess`, without forking."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -153,7 +153,7 @@ def run_forked(
 
 
 def succeeded(*arguments: str | os.PathLike[str], **settings: Any) -> Ended:
-    """As `run_forked`, whose exit status must be 0."""
+    """Calls `run_forked`; the exit status must be 0."""
     ended = run_forked(*arguments, **settings)
     assert ended.returncode == 0, ended.stderr
     return ended

@@ -9,7 +9,7 @@ from forked_processes import run_forked, succeeded
 
 from runner.command_line.exit_status import FINISHED
 
-# Of the shipped data, which is not here, the plan needs the sizes alone.
+# The shipped data is absent, and the plan needs only its sizes.
 SIZES = "vocab=512 embed=64 layers=2 heads=4 head_dim=16 kv_heads=2 mlp=128"
 SMALL = (
     *("--fdl_config=experiments/llama_8b", *(f"--fdl.model.{size}" for size in SIZES.split())),
@@ -17,7 +17,7 @@ SMALL = (
 )
 
 
-# As on a user's machine: nothing says how many devices to simulate, or which to use.
+# A user's machine: no variable says how many devices to simulate, or which to use.
 UNTOLD = {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": None}
 
 

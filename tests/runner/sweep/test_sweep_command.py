@@ -29,7 +29,7 @@ def losses(workdir):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a sweep of four points, and what the command wrote."""
+    """The folder of a sweep of four points, and the output of the command."""
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
     done = sweep(folder, *AXES)
     return folder, done
@@ -56,7 +56,7 @@ def test_each_point_is_an_ordinary_run_in_a_folder_of_its_own(made, tmp_path):
     assert [line.split()[1] for line in told] == POINTS
     assert all("step 3/3" in (folder / name / "run.log").read_text() for name in POINTS)
     assert f"-m runner.compare {folder}" in done.stdout
-    # Best first: these runs have training losses alone.
+    # The best comes first: these runs have only training losses.
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("peak_lr")]
     results = {name: json.loads((folder / name / "result.json").read_text()) for name in POINTS}
     assert shown == sorted(POINTS, key=lambda name: results[name]["training_loss"])

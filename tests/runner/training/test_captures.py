@@ -20,7 +20,7 @@ ROOT = Path(configs.__file__).parents[2]
 
 
 def config(*overrides):
-    """Learning rates far too high, and what is only a little above the median is a spike."""
+    """The learning rate is far too high, and a loss just above the median is a spike."""
     cfg = configs.load(
         "experiments/llama_84m",
         ["tiny"],

@@ -42,7 +42,7 @@ def stable(tmp_path_factory):
 
 
 def learned(result):
-    """What training made of each step."""
+    """Returns the metrics of each step that training determines."""
     names = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     return [{name: line[name] for name in names} for line in result.metrics]
 
@@ -98,8 +98,7 @@ def test_a_fork_may_have_another_mesh_and_other_microbatches(stable, tmp_path):
 
 @pytest.mark.slow
 def test_a_fork_trains_the_same_part(tmp_path):
-    """What is frozen is in no checkpoint; here it is made of the seed of the run that was
-    forked."""
+    """Checkpoints leave frozen weights out; here the seed of the forked run makes them."""
 
     def in_part(*overrides):
         cfg = experiment("frozen_dtype='bfloat16'", *overrides)
