@@ -78,7 +78,8 @@ def write_sweep(folder: Path) -> None:
     for rate in (0.001, 0.003):
         for seed in range(3):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
-            leave_run(folder / f"{rate}_{seed}", 3.0 - 20 * rate + 0.01 * seed, settings)
+            loss = 3.0 - 20 * rate + 0.01 * seed * (1 + 2 * rate)
+            leave_run(folder / f"{rate}_{seed}", loss, settings)
 
 
 def _write_question(folder: Path) -> None:
