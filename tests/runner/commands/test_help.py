@@ -73,9 +73,7 @@ def test_all_commands_expand_the_home_folder(tmp_path: Path, arguments: tuple[st
     assert f"{tmp_path}/there.py" in ended.stderr and "~" not in ended.stderr
 
 
-def test_settings_that_are_paths_are_expanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_are_paths_are_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = fdl.Config(Experiment)
     for override in ("init_from=~/run@3", "frozen_dtype='~/quoted'"):

@@ -204,8 +204,7 @@ def test_a_run_continues_with_unread_output(tmp_path, closing):
 HANGING = """
 import os, sys, threading
 from pathlib import Path
-from runner.monitoring.phases import Phase, Phases
-from runner.monitoring.phases import Limits
+from runner.monitoring.phases import Limits, Phase, Phases
 from runner.monitoring.watchdog import Watchdog, stacks_file
 
 os.set_blocking(2, False)

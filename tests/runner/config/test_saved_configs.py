@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 import textwrap
+from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -30,33 +31,8 @@ from runner.errors import ConfigError
 
 
 def test_flattened_text_holds_every_parameter_in_declared_order(experiment):
-    assert flattened(load(experiment)) == textwrap.dedent("""\
-        library.Experiment
-        model: library.Llama (partial)
-        model.embed = 64
-        model.layers = 2
-        model.activation = library.silu
-        model.dropout = 0
-        model.key = None
-        optimizer: library.adamw (partial)
-        optimizer.peak_lr = 0.0003
-        optimizer.betas = (0.9, 0.95)
-        optimizer.decay = None
-        optimizer.nesterov = False
-        data: library.Data
-        data.files: library.Files
-        data.files.path = 'corpus'
-        data.batch = 16
-        data.rules = {'mlp': 'tensor'}
-        data.seed = None
-        validation[0]: library.evaluate
-        validation[0].files: same as data.files
-        validation[0].every = 100
-        prompts = ['Once', 'The']
-        extra: library.anything
-        extra.one = 1
-        name = 'run'
-        """)
+    expected = Path(__file__).with_name("flattened.txt").read_text()
+    assert flattened(load(experiment)) == expected
 
 
 def changes(old, new):

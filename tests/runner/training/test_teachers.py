@@ -133,7 +133,6 @@ def test_a_reference_is_read_as_a_teacher_is(tmp_path):
 
 
 V, S = 258, 24
-STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def data(tmp_path_factory):
 
 def student(data, taught=None, *overrides):
     cfg = configs.load(
-        "experiments/llama_84m", ["tiny"], [*STEPS, "mesh.fsdp=1", "microbatches=2", *overrides]
+        "experiments/llama_84m", ["tiny"], [*TWO_STEPS, "mesh.fsdp=1", "microbatches=2", *overrides]
     )
     cfg.model = fdl.Partial(Bigram, vocab=V, embed=8)
     settings = {"path": str(data), "split": "train", "sequence_length": S}

@@ -195,9 +195,7 @@ def distilled(teacher, data):
 
 
 def first_weights(cfg):
-    experiment = fdl.build(cfg)
-    wanted = LoadTarget(experiment.recipe, experiment.mesh, experiment.data)
-    return read_weights(experiment.init_from, wanted)[0]
+    return taken(cfg.init_from, fdl.build(cfg))[0]
 
 
 def reference_model(cfg):
