@@ -144,11 +144,11 @@ def _config_of(settings: Settings) -> fdl.Config:
 def _train(sweep: Sweep, arguments: Sequence[str], in_turn: bool) -> int:
     chosen: Sequence[Point] = sweep.points
     if not in_turn:
-
-        def command(point: Point, slot: int) -> list[str]:
-            return _words(point, slot, arguments)
-
-        beside = SideBySide(_MAX_PARALLEL.value or 1, command, _GRACE_SECONDS.value)
+        beside = SideBySide(
+            _MAX_PARALLEL.value or 1,
+            lambda point, slot: _words(point, slot, arguments),
+            _GRACE_SECONDS.value,
+        )
         return _ended(sweep, chosen, beside.train(chosen), beside.failures)
     choose_devices()
     if on_cpus_alone():
