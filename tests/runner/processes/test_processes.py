@@ -284,35 +284,21 @@ def test_two_workdirs_in_buckets_are_refused(url, tmp_path):
     assert not BucketStore(BucketUrl.parsed(url)).list("checkpoints")
 
 
-UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
-1
-12
-The tasks have crashed. Check the task logs for an earlier error.
-"""
-UNREACHABLE = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the …"
-SILENT = """Terminating process because the JAX distributed service detected fatal errors. …
-absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
-
-RPC: /xla.coordination.CoordinationService/Heartbeat
-"""
-FATAL = "Terminating process because the JAX distributed service detected fatal errors. …"
-BARRIER = """# of tasks that reached the barrier: 2/3.
-The first task at the barrier: 1. Some timed out task names:
-2
- [type.googleapis.com/tensorflow.BarrierError='x']
-"""
+ABORTED = -signal.SIGABRT
+TEXT = Path(__file__).with_name("messages_of_jax.txt").read_text()
+JAX = dict(re.findall(r"^\[([A-Z]+)\]\n(.*?\n)(?=\[[A-Z]|\Z)", TEXT, re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize(
     ("returncode", "output", "exit_code", "message"),
     [
         (0, "", 0, ""),
-        (-signal.SIGABRT, UNHEALTHY, PEER_ENDED, "because processes 1, 12 ended or stopped"),
-        (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
-        (-signal.SIGABRT, SILENT, PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
-        (-signal.SIGABRT, FATAL, PEER_ENDED, "because another process ended or stopped"),
-        (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not reach a barrier"),
-        (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
+        (ABORTED, JAX["UNHEALTHY"], PEER_ENDED, "because processes 1, 12 ended or stopped"),
+        (ABORTED, JAX["UNREACHABLE"], PEER_ENDED, "because process 0, the coordinator, ended"),
+        (ABORTED, JAX["SILENT"], PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
+        (ABORTED, JAX["FATAL"], PEER_ENDED, "because another process ended or stopped"),
+        (ABORTED, JAX["BARRIER"], PEER_ENDED, "because process 2 did not reach a barrier"),
+        (ABORTED, "", 134, "process 3 was ended by SIGABRT"),
         (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for lack of memory"),
         (1, "Traceback …\nOSError: gone\n", FAILED, "process 3 failed: OSError: gone"),
     ],

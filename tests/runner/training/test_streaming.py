@@ -139,7 +139,6 @@ import os, pathlib, signal
 import fiddle as fdl
 from data_tools.hf_stream.source import HFStream
 import small_experiment
-from lmlib.experiment import Experiment
 
 class KilledOnce(HFStream):
     def batch(self, step, rows=slice(None)):
@@ -149,8 +148,7 @@ class KilledOnce(HFStream):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(step, rows)
 
-def config() -> fdl.Config[Experiment]:
-    "A stream."
+def config():
     cfg = small_experiment.small("mesh.fsdp=-1")
     cfg.data = fdl.Config(KilledOnce, "{texts}", "bytes", 16, 64, shuffle_documents=25)
     cfg.steps, cfg.checkpoints.every = 10, 2
