@@ -71,9 +71,8 @@ class SeveralProcesses(Started):
             )
 
     def wait_for_lines(self, workdir, count):
-        """Until metrics.jsonl has so many."""
-        came = self.wait_until(lambda: len(read_metrics(workdir)) >= count)
-        assert came, f"ended before step {count}\n{self.everything()}"
+        """Waits until metrics.jsonl has that many."""
+        self.reach(lambda: len(read_metrics(workdir)) >= count, f"step {count}")
 
     def finished(self):
         assert set(self.exit_codes()) == {0}, self.everything()

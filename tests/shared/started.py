@@ -63,6 +63,14 @@ class Started:
             self._pause(limit)
         return True
 
+    def reach(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits as `wait_until`; fails if a process ends before `what`."""
+        assert self.wait_until(condition), f"ended before {what!r}\n{self.everything()}"
+
+    def wait_for(self, text: str) -> None:
+        """Returns once `text` is in the output of process 0."""
+        self.reach(lambda: text in self.output(), text)
+
     def exit_codes(self, seconds: float = SECONDS) -> list[int]:
         """Returns the exit codes once all have ended; raises HangError as `wait_until`."""
         limit = time.monotonic() + seconds
