@@ -145,8 +145,8 @@ def test_its_four_processes_train(name, tmp_path):
         changed["coordinator"] = free_address()
     pods = Started([tmp_path / str(index) for index in range(4)])
     for index in range(4):
-        given = (*arguments(name, index, **changed), *SMALL)
-        pods.start(index, "runner", *given, environment=variables(name, index))
+        given = ("-m", "runner", *arguments(name, index, **changed), *SMALL)
+        pods.start(index, *given, environment=variables(name, index))
     assert pods.exit_codes() == [0] * 4, pods.everything()
     assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2]
     logs = sorted((tmp_path / "run/logs").iterdir())

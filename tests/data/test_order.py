@@ -7,15 +7,13 @@ program); the tests put the global batches together and compare them with `Sourc
 import dataclasses
 import itertools
 import json
-import socket
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from forked_processes import ForkedProcess
 from jax.sharding import NamedSharding
+from started import Started, free_address
 
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
@@ -31,7 +29,6 @@ BATCH_SIZE, SEQUENCE_LENGTH = 32, 12
 DEVICES = 8
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]  # data, fsdp, tensor
 STARTS = [0, 3, 130]  # where runs begin or resume; each makes two steps
-SECONDS = 100  # that the processes may take
 
 
 def sources(data_set):
@@ -72,9 +69,9 @@ def case(source, mesh, step):
     return f"{source}, mesh {mesh}, step {step}"
 
 
-def work(port, processes, process, data_set, out):
+def work(address, processes, process, data_set, out):
     """One process: writes the rows it read and each of its shards with its place, case by case."""
-    jax.distributed.initialize(f"localhost:{port}", processes, process)
+    jax.distributed.initialize(address, processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
     held: dict[str, np.ndarray] = {}
     for (name, source), sizes in itertools.product(sources(data_set).items(), MESHES):
@@ -105,31 +102,12 @@ def held_by_processes(request, example, tmp_path_factory):
     """What each of 1, 2 or 4 processes wrote."""
     count = request.param
     out = tmp_path_factory.mktemp(f"processes_{count}")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}"}
-    logs = [out / f"{process}.log" for process in range(count)]
-    running = []
-    for process, log in enumerate(logs):
-        arguments = json.dumps([port, count, process, str(example), str(out / f"{process}.npz")])
-        with log.open("w") as stream:
-            running.append(
-                ForkedProcess(
-                    __file__, arguments, stdout=stream, stderr=stream, environment=devices
-                )
-            )
-    try:
-        for each in running:
-            each.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # told below, with the output
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-    outputs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
-    assert [each.returncode for each in running] == [0] * count, outputs
+    run, address = Started([out / f"{n}.log" for n in range(count)]), free_address()
+    for n in range(count):
+        arguments = json.dumps([address, count, n, str(example), str(out / f"{n}.npz")])
+        run.start(n, __file__, arguments, environment=devices)
+    assert run.exit_codes() == [0] * count, run.everything()
     return [dict(np.load(out / f"{process}.npz")) for process in range(count)]
 
 

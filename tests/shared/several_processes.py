@@ -62,7 +62,7 @@ class SeveralProcesses(Started):
             variables = {"PYTHONPATH": paths_of(root), **(environments or {}).get(process, {})}
             self.start(
                 process,
-                *("runner", *experiment, f"--workdir={workdir}"),
+                *("-m", "runner", *experiment, f"--workdir={workdir}"),
                 *flags_of(self.address, count, process),
                 *(*flags, *(own or {}).get(process, ())),
                 fresh=fresh or root != ROOT,

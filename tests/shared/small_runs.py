@@ -29,7 +29,7 @@ class SmallRun(Started):
         settings = (f"--fdl.{override}" for override in overrides)
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
         variables = {"XLA_FLAGS": XLA_FLAGS, **(environment or {})}
-        self.start(0, module, *arguments, fresh=fresh, environment=variables)
+        self.start(0, "-m", module, *arguments, fresh=fresh, environment=variables)
 
     def exit_code(self) -> int:
         (code,) = self.exit_codes()

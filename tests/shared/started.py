@@ -27,10 +27,10 @@ class Started:
         self._began = time.monotonic()
 
     def start(self, number: int, *arguments: str, fresh: bool = False, **settings: Any) -> None:
-        """Starts `python -m ARGUMENTS`; `fresh` as `fresh_process` does."""
+        """Starts `python ARGUMENTS`; `fresh` as `fresh_process` does."""
         with self.files[number].open("wb") as file:
             self.running[number] = (fresh_process if fresh else ForkedProcess)(
-                *("-m", *arguments), stdout=file, stderr=file, **settings
+                *arguments, stdout=file, stderr=file, **settings
             )
 
     @property

@@ -11,8 +11,8 @@ from started import SECONDS, free_address
 
 
 def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
-    """Runs `code` in two processes of two devices, with `arguments`, a port and 0 or 1."""
-    port = free_address().rpartition(":")[2]
+    """Runs `code` in two processes of two devices, with `arguments`, an address and 0 or 1."""
+    address = free_address()
     environment = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]
@@ -24,7 +24,7 @@ def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> li
         for index in range(2):
             output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
             child = start(
-                *("-c", code, *map(str, (*arguments, port, index))),
+                *("-c", code, *map(str, (*arguments, address, index))),
                 stdout=output,
                 stderr=errors,
                 environment=environment,

@@ -48,7 +48,7 @@ def test_the_others_name_a_killed_process_and_one_process_resumes(tmp_path, alon
             assert f"error: {workdir} is in use by the run of " in second.output(process)
             log = (workdir / "logs" / f"process_{process:05}.log").read_text()
             assert log.count("=== process ") == 1
-        run.running[1].send_signal(signal.SIGKILL)
+        run.send(signal.SIGKILL, 1)
         assert run.exit_codes() == [PEER_ENDED, -signal.SIGKILL], run.everything()
     finally:
         run.kill()
@@ -117,7 +117,7 @@ def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     endless = [*SMALL, "--fdl.mesh.fsdp=-1", *(f"--fdl.{name}=1_000_000" for name in names)]
     run = SeveralProcesses(2, workdir, tmp_path / "outputs", experiment=endless)
     run.wait_for_lines(workdir, 3)
-    run.running[1].send_signal(signal.SIGTERM)
+    run.send(signal.SIGTERM, 1)
     assert run.exit_codes() == [STOPPED, STOPPED], run.everything()
     (last,) = read_metrics(workdir)[-1:]
     stopped = f"stopped after step {last['step']:,} of 1,000,000"
@@ -209,12 +209,12 @@ def test_four_then_three_then_four_make_the_curve_of_one(tmp_path):
     workdir, outputs = tmp_path / "run", tmp_path / "outputs"
     run = started(4, workdir, outputs / "four")
     run.wait_for_lines(workdir, 7)
-    run.running[3].send_signal(signal.SIGKILL)
+    run.send(signal.SIGKILL, 3)
     assert run.exit_codes() == [PEER_ENDED] * 3 + [-signal.SIGKILL], run.everything()
 
     left = started(3, workdir, outputs / "three")
     left.wait_for_lines(workdir, 14)
-    left.running[0].send_signal(signal.SIGTERM)
+    left.send(signal.SIGTERM)
     assert left.exit_codes() == [STOPPED] * 3, left.everything()
     stopped = len(read_metrics(workdir))
     assert 14 <= stopped < STEPS
@@ -262,7 +262,7 @@ def test_a_run_in_a_bucket_survives_a_lost_machine(url, tmp_path, monkeypatch):
     first = started_in(url, tmp_path / "first", 2)
     with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
         first.reach(lambda: 10 in checkpoints.steps(), "step 10")
-    os.kill(first.running[1].pid, signal.SIGKILL)
+    first.send(signal.SIGKILL, 1)
     codes = first.exit_codes()
     assert codes[0] == 3 and "because process 1 ended or stopped answering" in first.output(0)
 

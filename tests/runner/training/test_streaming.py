@@ -81,9 +81,9 @@ def test_other_data_than_the_checkpoint_was_made_with_is_refused(undisturbed, te
 
 PROCESS = """
 import json, sys
-folder, port, process = sys.argv[1:]
+folder, address, process = sys.argv[1:]
 import jax
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+jax.distributed.initialize(address, 2, int(process))
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from data_tools.hf_stream.source import HFStream
