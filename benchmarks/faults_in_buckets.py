@@ -70,7 +70,7 @@ class Run:
         for process in range(self.processes):
             found.start(
                 process,
-                *("runner", *EXPERIMENT, *(f"--fdl.{each}" for each in settings)),
+                *("-m", "runner", *EXPERIMENT, *(f"--fdl.{each}" for each in settings)),
                 f"--workdir={self.url}",
                 *(("--lock_seconds=100", *flags_of(address, self.processes, process)) * several),
                 environment={

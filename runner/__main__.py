@@ -35,6 +35,7 @@ from runner.command_line.flags import (
     TRUST_MODULE,
     check_chosen,
     chosen_config,
+    chosen_flags,
     fiddlers_listed,
     key_flags,
 )
@@ -151,10 +152,7 @@ def _supervise_or_train(
             wait_for_lock(workdir, _LOCK_SECONDS.value)
     if supervisor is None and processes.may_be_several():
         return supervise(
-            workdir,
-            processes.heartbeat_seconds,
-            processes.startup_seconds,
-            _GRACE_SECONDS.value,
+            workdir, processes.heartbeat_seconds, processes.startup_seconds, _GRACE_SECONDS.value
         )
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
     from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone
@@ -245,18 +243,13 @@ def _train(workdir: Path, options: Options, processes: Processes) -> None:
 
 def _next_commands(cfg: fdl.Config, workdir: Path) -> list[str]:
     """Returns commands to try next: generate text, and train again with one change."""
-    given, place = flags.FLAGS, shown(workdir)
+    place = shown(workdir)
     peak_lr = getattr(cfg.optimizer, "peak_lr", None)
     change = f"--fdl.seed={cfg.seed + 1}"
     if isinstance(peak_lr, float):
         change = f"--fdl.optimizer.peak_lr={peak_lr / 3:.0e}".replace("e-0", "e-")
-    again = [
-        f"--fdl_config={given.fdl_config}",
-        *(f"--fiddler={each}" for each in given.fiddler),
-        *(f"--fdl.{each}" for each in given.fdl_set),
-        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
-    ]
-    commands = [python_command("runner", *again, f"--workdir={place}_next", change)]
+    next_workdir = f"--workdir={place}_next"
+    commands = [python_command("runner", *chosen_flags(), next_workdir, change)]
     if cfg.samples.prompts:
         with contextlib.suppress(ConfigError):  # modules of the user's own need more flags
             configs.load(str(workdir))

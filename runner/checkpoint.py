@@ -29,12 +29,7 @@ if __name__ == "__main__":
 
 import jax
 
-from lmlib.checkpoint import (
-    Checkpoints,
-    DamagedCheckpointError,
-    RemovedCheckpointError,
-    folders,
-)
+from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, RemovedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest, read_notes
 from lmlib.storage.bucket.copies import url_of
 from lmlib.storage.local_folder import folder_to_read, shown

@@ -71,13 +71,7 @@ from runner.config import configs
 from runner.config.references import FolderReference, resolve
 from runner.monitoring.progress_line import told
 from runner.weights.model_folder import ModelFolder, keep_origin
-from runner.weights.models import (
-    SavedRun,
-    merged_into_bases,
-    open_model,
-    recipe_of,
-    use_model,
-)
+from runner.weights.models import SavedRun, merged_into_bases, open_model, recipe_of, use_model
 from runner.weights.notes import frozen_note, save_weights_alone
 from runner.weights.target import PLAIN, LoadOptions, LoadTarget
 from runner.weights.texts import TextSources, tokenizer_of

@@ -42,19 +42,11 @@ _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "Text column of JSON l
 _ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "Evaluate all checkpoints of a run.")
 _JSON = flags.DEFINE_string("json", None, "JSON file for all numbers and standard errors.")
 _SEQUENCE_LENGTH = flags.DEFINE_integer(
-    "sequence_length",
-    None,
-    "Tokens per row; default: as in the run.",
-    1,
-    MOST,
+    "sequence_length", None, "Tokens per row; default: as in the run.", 1, MOST
 )
 _OVERLAP = flags.DEFINE_integer("overlap", 0, "Tokens of context at the start of a window.", 0)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "Rows per batch; default: 16,384 tokens.",
-    1,
-    MOST,
+    "batch_size", None, "Rows per batch; default: 16,384 tokens.", 1, MOST
 )
 _PACKED = flags.DEFINE_bool("packed", True, "Put several separate documents into a row.")
 _DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Compute dtype; default: as in the run.")

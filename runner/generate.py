@@ -36,20 +36,8 @@ _PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: repeat tokens
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Number of answers per prompt.", 1, MOST)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.", 0, 2**32 - 1)
 _STOP = flags.DEFINE_multi_string("stop", [], "String that ends an answer.")
-_ROWS = flags.DEFINE_integer(
-    "rows",
-    16,
-    "With --prompts: answers generated together.",
-    1,
-    MOST,
-)
-_LENGTH = flags.DEFINE_integer(
-    "length",
-    None,
-    "Maximum tokens of prompt and answer.",
-    2,
-    MOST,
-)
+_ROWS = flags.DEFINE_integer("rows", 16, "With --prompts: answers generated together.", 1, MOST)
+_LENGTH = flags.DEFINE_integer("length", None, "Maximum tokens of prompt and answer.", 2, MOST)
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, DTYPES, "Compute dtype; default: bfloat16, on CPUs float32."
 )

@@ -103,13 +103,8 @@ def _target() -> Target:
 
 def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     """Returns the report's `text` and `json`, from the cache if possible."""
-    settings = {
-        "network": _NETWORK.value,
-        "search": _SEARCH.value,
-        "search_mesh": _SEARCH_MESH.value,
-        "advise": _ADVISE.value,
-    }
-    key = kept_plans.key(cfg, target=target, versions=versions(), **settings)
+    given = [flag.value for flag in (_NETWORK, _SEARCH, _SEARCH_MESH, _ADVISE)]
+    key = kept_plans.key(cfg, target, versions(), *given)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
         tell("showing the cached report of this config and code; --no_cache plans again")
         return kept

@@ -30,16 +30,10 @@ NOT_RUN, NOT_RUN_PYTHON = TABLES["not run"], TABLES["not run python"]
 # Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.
 EXCERPTS = TABLES["excerpts"]
 # What a reader has in hand before the Python of a page.
-IN_HAND = {
-    page: "from experiments import llama_84m\ncfg = llama_84m.config()\n"
-    for page in (
-        "docs/optimizers.md",
-        "docs/evaluation.md",
-        "docs/experts.md",
-        "docs/finetuning.md",
-        "docs/objectives.md",
-    )
-}
+IN_HAND = dict.fromkeys(
+    [f"docs/{page}.md" for page in TABLES["pages with a config"]],
+    "from experiments import llama_84m\ncfg = llama_84m.config()\n",
+)
 COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:git clone|python3?|pip|sbatch|kubectl|docker|sky) |#SBATCH|export "
 )

@@ -19,10 +19,10 @@ from runner.config.text import flattened
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-def key(cfg: fdl.Config, **more: object) -> str:
+def key(cfg: fdl.Config, *more: object) -> str:
     """Returns a digest of everything that a plan depends on: the config, the code and `more`."""
     environment = [os.environ.get(name) for name in _ENVIRONMENT]
-    parts = [flattened(cfg), code_digest(cfg), environment, *map(str, more.values())]
+    parts = [flattened(cfg), code_digest(cfg), environment, *map(str, more)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -27,10 +27,7 @@ INIT_FROM = flags.DEFINE_string(
     "RUN, RUN@STEP or Hugging Face folder with initial weights, or with weights that --from lacks.",
 )
 WEIGHTS = flags.DEFINE_enum(
-    "weights",
-    "trained",
-    ["trained", "ema"],
-    "Weights of a run: the last, or their average.",
+    "weights", "trained", ["trained", "ema"], "Weights of a run: the last, or their average."
 )
 flags.disclaim_key_flags()  # `key_flags` acts for the module that calls it
 
@@ -77,3 +74,14 @@ def chosen_config(more_overrides: Sequence[str] = ()) -> fdl.Config:
     given = flags.FLAGS
     overrides = [*given.fdl_set, *more_overrides]
     return configs.load(given.fdl_config, given.fiddler, overrides, trusted=TRUST_MODULE.value)
+
+
+def chosen_flags() -> list[str]:
+    """Returns the flags that choose the config, as the user would type them again."""
+    given = flags.FLAGS
+    return [
+        f"--fdl_config={given.fdl_config}",
+        *(f"--fiddler={each}" for each in given.fiddler),
+        *(f"--fdl.{each}" for each in given.fdl_set),
+        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
+    ]

@@ -17,6 +17,9 @@ _NO_LINKS = (
 )  # fmt: skip
 
 
+_ROOM = 512  # bytes for the paths below a workdir
+
+
 def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
     """Returns the workdir, which may not exist yet.
 
@@ -50,16 +53,13 @@ def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
     return workdir
 
 
-def check_can_be_made(path: Path, room: int = 512) -> None:
-    """Raises ConfigError unless a file or folder can be created at `path`.
-
-    Args:
-      room: bytes that paths below `path` need; the default is enough for a run.
-    """
+def check_can_be_made(path: Path) -> None:
+    """Raises ConfigError unless a file, or a folder with the files of a run, can be created."""
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
     folder = there if there.is_dir() else there.parent
-    longest, length = (max(map(len, map(os.fsencode, whole.parts))), len(os.fsencode(whole)) + room)
+    longest = max(map(len, map(os.fsencode, whole.parts)))
+    length = len(os.fsencode(whole)) + _ROOM
     if there.is_symlink() and not there.exists():
         why = f"{there} is a link to {there.readlink()}, which does not exist"
     elif there != whole and not there.is_dir():

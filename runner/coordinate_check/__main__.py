@@ -103,9 +103,7 @@ from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
 from lmlib.report.pictures import ENDINGS, coordinates, write_picture
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.terminal.table import columns
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.jax_settings.devices import start_devices
 from runner.monitoring.progress_line import ProgressLine
 
 WITH, WITHOUT = "with scaling", "without"
@@ -127,10 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     arguments_of = {
         by: {size: model_arguments(base, by, size) for size in each} for by, each in sizes.items()
     }
-    choose_devices()
-    keep_cpus_in_order(several_processes=False)
-    check_devices()
-    keep_compiled_programs()
+    start_devices()
     rows = list(_rows(cfg, arguments_of))
     print(_table(rows))
     with user_errors():

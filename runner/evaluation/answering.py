@@ -51,18 +51,11 @@ class Answering:
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability in nats, and True if it is the greedy one.
 
-        Contexts that are too long are cut at the beginning. Raises ValueError if a context or a
-        continuation is empty, a continuation is longer than `length`, or an id is not in the
-        model's vocabulary.
+        Both have a token, and a continuation has up to `length`. Contexts that are too long are cut
+        at the beginning. Raises ValueError if an id is not in the model's vocabulary.
         """
         windows = []
         for number, (context, continuation) in enumerate(asked):
-            if not context or not 0 < len(continuation) <= self.length:
-                raise ValueError(
-                    f"a context of {len(context):,} tokens and a continuation of "
-                    f"{len(continuation):,}: both need one, and a continuation has up to "
-                    f"{self.length:,}"
-                )
             self._check([*context, *continuation])
             ids = np.array([*context, *continuation][-self.length - 1 :])
             windows.append(Window(number, ids, len(ids) - 1 - len(continuation)))
@@ -91,9 +84,9 @@ class Answering:
     ) -> list[list[int]]:
         """Continues each prompt until its text contains one of `until`, or an end token comes.
 
-        Prompts that leave no room are cut at the beginning. Raises ValueError if `length` leaves no
-        room for a token of the prompt, a prompt is empty, an id is not in the model's vocabulary,
-        or the model cannot compute sequences of this length.
+        Prompts have a token; those that leave no room are cut at the beginning. Raises ValueError
+        if `length` leaves no room for a token of the prompt, an id is not in the model's
+        vocabulary, or the model cannot compute sequences of this length.
 
         Args:
           max_tokens: new tokens for which a sequence of `length` must have room.
@@ -109,8 +102,6 @@ class Answering:
             )
         cut = [list(prompt[max_tokens - self.length :]) for prompt in prompts]
         for prompt in cut:
-            if not prompt:
-                raise ValueError("a prompt has no token")
             self._check(prompt)
         longest_first = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
         generator = self._generator_of(len(cut[longest_first[0]]) + made_tokens)

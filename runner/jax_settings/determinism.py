@@ -13,9 +13,7 @@ _FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops
 
 
 def check_determinism(
-    experiment: Experiment,
-    environment: Mapping[str, str] = os.environ,
-    platform: str | None = None,
+    experiment: Experiment, environment: Mapping[str, str] = os.environ, platform: str | None = None
 ) -> None:
     """Checks that `--deterministic` isn't combined with cuDNN attention on a GPU.
 

@@ -83,9 +83,7 @@ def may_wait_for_ever(environment: Mapping[str, str] = os.environ) -> bool:
     return jax.default_backend() == "cpu" and jax.device_count() > 1 and not in_order
 
 
-def flags_of_the_run(
-    environment: Mapping[str, str] = os.environ,
-) -> dict[str, dict[str, str]]:
+def flags_of_the_run(environment: Mapping[str, str] = os.environ) -> dict[str, dict[str, str]]:
     """Returns the XLA flags that all processes of a run must share.
 
     The result maps each environment variable to its flags and their values.

@@ -43,7 +43,7 @@ class Progress:
         self._shown = LiveLine(stream)
         self._clock = clock
         self._redrawn_at = -float("inf")
-        self._stream_pace, self._log_pace = _Pace(), _Pace()
+        self._plain_lines, self._plain_line_at = 0, 0.0
         self._first: tuple[int, float] | None = None
         self._log: Path | None = None
         self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
@@ -116,14 +116,14 @@ class Progress:
         ]
         line = "  ".join(parts)
         always = step >= self._steps
-        if self._log_pace.has_turn(now, always):
+        first_few = self._plain_lines < PLAIN_LINES_AT_FIRST
+        if always or first_few or now - self._plain_line_at >= PLAIN_LINE_SECONDS:
+            self._plain_lines, self._plain_line_at = self._plain_lines + 1, now
             self._record(line)
-        if not self._shown.live:
-            if self._stream_pace.has_turn(now, always):
+            if not self._shown.live:
                 self._shown.message(line)
-            return
         self._shown.line = f"{bar(step / max(self._steps, 1))} {line}"
-        if always or now - self._redrawn_at >= REDRAW_SECONDS:
+        if self._shown.live and (always or now - self._redrawn_at >= REDRAW_SECONDS):
             self._redrawn_at = now
             self._shown.draw()
 
@@ -150,21 +150,6 @@ class Progress:
         # After WorkdirLost, the log may belong to another run.
         if kind is not None and not issubclass(kind, WorkdirLost):
             self._record(f"ended by {kind.__name__}: {error}")
-
-
-class _Pace:
-    """Selects the steps that get a plain line: the first few, then one about every ten seconds."""
-
-    def __init__(self) -> None:
-        self._lines, self._written_at = 0, 0.0
-
-    def has_turn(self, now: float, always: bool) -> bool:
-        """True if a step that ended at `now` (seconds) gets a line."""
-        first = self._lines < PLAIN_LINES_AT_FIRST
-        if not (always or first or now - self._written_at >= PLAIN_LINE_SECONDS):
-            return False
-        self._lines, self._written_at = self._lines + 1, now
-        return True
 
 
 def _left(seconds: float) -> str:

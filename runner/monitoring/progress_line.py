@@ -108,8 +108,8 @@ class ProgressLine:
         self._stream = stream or text_stream(
             os.fdopen(os.dup(sys.stderr.fileno()), "wb"), "utf-8", redraws=True
         )
-        self._live = self._stream.isatty()
-        self._seconds = seconds or (REDRAW_SECONDS if self._live else LINE_SECONDS)
+        self._shown = LiveLine(self._stream)
+        self._seconds = seconds or (REDRAW_SECONDS if self._shown.live else LINE_SECONDS)
         self._began = time.monotonic()
         self._line, self._since = "", self._began
         self._writing, self._over = threading.Lock(), threading.Event()
@@ -117,7 +117,7 @@ class ProgressLine:
 
     def __call__(self, line: str) -> None:
         with self._writing:
-            self._leave()
+            self._shown.close()
             self._line, self._since = line, time.monotonic()
             self._show(line)
 
@@ -128,7 +128,7 @@ class ProgressLine:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
-        self._leave()
+        self._shown.close()
         if self._own:
             self._stream.close()
 
@@ -140,14 +140,8 @@ class ProgressLine:
 
     def _show(self, line: str) -> None:
         timed = f"[{time.monotonic() - self._began:5.1f} s] {line}"
-        live = f"{CLEAR_LINE}{fitting(timed, self._stream)}"
-        self._write(live if self._live else f"{timed}\n")
-
-    def _leave(self) -> None:
-        """Ends the line on a terminal, so that it stays visible."""
-        if self._live and self._line:
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        if self._shown.live:
+            self._shown.line = timed
+            self._shown.draw()
+        else:
+            self._shown.message(timed)

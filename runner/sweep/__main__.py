@@ -16,7 +16,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from runner.command_line.command import DEBUG, first_lines, listed, run, take_flags
 from runner.command_line.exit_status import FAILED, FINISHED, STOPPED
-from runner.command_line.flags import TRUST_MODULE, check_chosen, chosen_config, fiddlers_listed
+from runner.command_line.flags import check_chosen, chosen_config, chosen_flags, fiddlers_listed
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.errors import ConfigError
@@ -144,11 +144,11 @@ def _config_of(settings: Settings) -> fdl.Config:
 def _train(sweep: Sweep, arguments: Sequence[str], in_turn: bool) -> int:
     chosen: Sequence[Point] = sweep.points
     if not in_turn:
-
-        def command(point: Point, slot: int) -> list[str]:
-            return _words(point, slot, arguments)
-
-        beside = SideBySide(_MAX_PARALLEL.value or 1, command, _GRACE_SECONDS.value)
+        beside = SideBySide(
+            _MAX_PARALLEL.value or 1,
+            lambda point, slot: _words(point, slot, arguments),
+            _GRACE_SECONDS.value,
+        )
         return _ended(sweep, chosen, beside.train(chosen), beside.failures)
     choose_devices()
     if on_cpus_alone():
@@ -185,14 +185,7 @@ def _write_array(sweep: Sweep, arguments: Sequence[str]) -> int:
 
 
 def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
-    given = flags.FLAGS
-    experiment = [
-        f"--fdl_config={given.fdl_config}",
-        *(f"--fiddler={each}" for each in given.fiddler),
-        *(f"--fdl.{each}" for each in given.fdl_set),
-        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
-    ]
-    words = command_of(point, experiment, arguments)
+    words = command_of(point, chosen_flags(), arguments)
     return words if _LAUNCHER.value is None else launched(_LAUNCHER.value, words, point, slot)
 
 

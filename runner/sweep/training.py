@@ -192,7 +192,8 @@ class SideBySide(_Training):
         return not self._asked.is_set()
 
     def _train(self, point: Point, slot: int) -> None:
-        output, began = _output(point), time.monotonic()
+        output = point.workdir.parent / OUTPUT / f"{point.name}.txt"
+        began = time.monotonic()
         make_folder(output.parent)
         try:
             with output.open("ab") as file:
@@ -243,7 +244,3 @@ def last_line(file: Path) -> str:
     except (OSError, ValueError):
         return ""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _output(point: Point) -> Path:
-    return point.workdir.parent / OUTPUT / f"{point.name}.txt"

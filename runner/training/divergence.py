@@ -4,12 +4,7 @@ from typing import NoReturn
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.inspect.layer_statistics import (
-    LayerStatistics,
-    first_offender,
-    layer_statistics,
-    table,
-)
+from lmlib.inspect.layer_statistics import LayerStatistics, first_offender, layer_statistics, table
 from lmlib.state import State
 from runner.errors import Diverged
 from runner.training.run import Line

@@ -60,9 +60,7 @@ class Result:
 
 @ends_other_processes()
 def fit(
-    cfg: fdl.Config[Experiment],
-    workdir: str | os.PathLike[str],
-    options: Options | None = None,
+    cfg: fdl.Config[Experiment], workdir: str | os.PathLike[str], options: Options | None = None
 ) -> Result:
     """Trains the experiment in `cfg` to its last step, resuming from the newest checkpoint.
 
@@ -117,13 +115,7 @@ def _fit_in(
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
-            check_config(
-                cfg,
-                lambda: experiment.abstract_state().changing,
-                workdir,
-                options.allowed_changes,
-                run.tell,
-            )
+            check_config(run)
             start.check_jax_settings(options.allowed_changes, run.tell)
         start.tell_changes(run.tell)
         with agreed(), user_errors((PartError,)):

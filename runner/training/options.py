@@ -12,10 +12,6 @@ if TYPE_CHECKING:  # these import JAX
     from lmlib.metrics.sinks import MakeSink
 
 
-def never(step: int) -> bool:
-    return False
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of `fit` that are not in the config and don't affect the loss curve.
@@ -51,7 +47,7 @@ class Options:
     sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None
     trusted: Collection[str] = ()
-    stop: Callable[[int], bool] = never
+    stop: Callable[[int], bool] = lambda step: False
     experiment_file: Path | None = None
     started: float | None = None
 

@@ -1,17 +1,15 @@
 """The initial state of a run: its newest checkpoint, given weights, or new weights."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fiddle as fdl
 import jax
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
-from lmlib.experiment import Experiment
 from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from runner.config.text import changed_paths, difference, settings
@@ -160,33 +158,26 @@ def check_newest(beginning: StartingPoint, steps: Sequence[int], directory: Path
         )
 
 
-def check_config(
-    cfg: fdl.Config[Experiment],
-    target: Callable[[], State],
-    workdir: Path,
-    allowed_changes: Collection[str],
-    tell: Callable[[str], None],
-) -> None:
+def check_config(run: Run) -> None:
     """Reports how the config differs from the config of the previous start.
 
     It compares settings.json, since the modules that an old config.json names may no longer exist.
-    `target` returns the abstract state that a checkpoint is restored into.
     """
     with user_errors():
-        before, now = read_settings(workdir), settings(cfg)
+        before, now = read_settings(run.workdir), settings(run.cfg)
     if before is None or not (changes := difference(before, now)):
         return
-    tell(f"the config has changed since this run was last trained:\n{changes}")
-    changed = changed_paths(before, now)
-    if "init_from" in changed and steps_in(workdir / "checkpoints"):
-        tell("the new init_from is ignored: this run has checkpoints")
+    run.tell(f"the config has changed since this run was last trained:\n{changes}")
+    if "init_from" in changed_paths(before, now) and steps_in(run.checkpoints):
+        run.tell("the new init_from is ignored: this run has checkpoints")
 
     def weights_fit() -> bool:
-        with user_errors(), Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-            newest = checkpoints.newest()
-            return newest is None or checkpoints.fits(newest, target())
+        with user_errors(), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            newest, target = checkpoints.newest(), run.experiment.abstract_state().changing
+            return newest is None or checkpoints.fits(newest, target)
 
-    check_same_model(f"the run in {workdir}", before, now, allowed_changes, weights_fit)
+    name, allowed = f"the run in {run.workdir}", run.options.allowed_changes
+    check_same_model(name, before, now, allowed, weights_fit)
 
 
 def _check_data(run: Run, found: Restored) -> None:

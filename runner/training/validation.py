@@ -24,13 +24,10 @@ class Validation:
         self._evaluator = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
         self._suite: Callable[[Any], dict[str, float]] | None = None
         if (suite := experiment.evaluation.suite) is not None:
-            mesh, compute, vocab = (
-                experiment.mesh,
-                experiment.compute,
-                experiment.data.max_token_id + 1,
+            vocab, length = experiment.data.max_token_id + 1, experiment.suite_length
+            self._suite = suite.evaluator(
+                experiment.mesh, experiment.compute, vocab, experiment.text_codec, length
             )
-            codec, length = experiment.text_codec, experiment.suite_length
-            self._suite = suite.evaluator(mesh, compute, vocab, codec, length)
 
     @property
     def units(self) -> Mapping[str, str]:

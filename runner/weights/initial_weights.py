@@ -14,13 +14,7 @@ from runner.config.references import RunReference, resolve
 from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import agreed
 from runner.weights.models import SavedRun, frozen_weights, open_model, read_weights
-from runner.weights.notes import (
-    WEIGHTS_ALONE,
-    Fork,
-    check_notes,
-    check_same_model,
-    reference_note,
-)
+from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, check_same_model, reference_note
 from runner.weights.target import LoadOptions, LoadTarget
 
 _NO_STATE = "holds no optimizer state: leave continue_optimizer out to begin with its weights"

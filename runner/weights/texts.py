@@ -13,13 +13,7 @@ import fiddle as fdl
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity, tokenizers_differ
-from lmlib.data.text import (
-    BYTE_TOKENIZER,
-    TextCodec,
-    beginning_of,
-    codec_of_bytes,
-    codec_of_file,
-)
+from lmlib.data.text import BYTE_TOKENIZER, TextCodec, beginning_of, codec_of_bytes, codec_of_file
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.storage.stored_json import read_text

@@ -16,8 +16,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, index)
+directory, address, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(address, 2, index)
 from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
 from lmlib.checkpoint.folders import remove
 
@@ -57,8 +57,8 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, index)
+directory, address, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(address, 2, index)
 from lmlib.checkpoint import Checkpoints
 
 opened = []

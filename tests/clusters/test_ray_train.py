@@ -1,18 +1,15 @@
 """clusters/ray_train.py on a real Ray cluster of several nodes on this machine."""
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from buckets.fixtures import folder_in_bucket
 from compiled_programs import XLA_FLAGS
-from forked_processes import PATHS, ROOT, run_forked
+from forked_processes import PATHS, ROOT, succeeded
 from several_processes import LLAMA, assert_same_curve
-from started import HEARTBEAT_SECONDS, SECONDS
+from started import HEARTBEAT_SECONDS, Started
 
 from lmlib.metrics.log import read_metrics
 from lmlib.storage.local_folder import folder_to_read
@@ -26,7 +23,7 @@ DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
 
 @pytest.fixture(params=["disk"])
 def workdir(request, monkeypatch, tmp_path):
-    """On a disk, or a URL; what a cluster that is started after it finds there."""
+    """A folder on a disk, or a URL. The cluster is started after it."""
     if request.param == "disk":
         yield str(tmp_path / "run")
         return
@@ -36,7 +33,7 @@ def workdir(request, monkeypatch, tmp_path):
 
 @pytest.fixture
 def cluster(monkeypatch, workdir):
-    """Of a head without hosts for runs and two nodes with a GPU by name each."""
+    """A cluster with a head, which runs nothing, and two nodes that claim to have a GPU each."""
     monkeypatch.setenv("XLA_FLAGS", DEVICES)
     monkeypatch.setenv("PYTHONPATH", PATHS)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}
@@ -49,16 +46,11 @@ def cluster(monkeypatch, workdir):
 
 def begun(cluster, output, *flags):
     command = [sys.executable, SCRIPT, f"--address={cluster.address}", "--gpus=1", *flags]
+    run = Started([output])
     with output.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-
-
-def wait_until(condition, process, output):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, output.read_text()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"ended with {process.wait(0.2)}\n{output.read_text()}")
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    run.running[0] = process
+    return run
 
 
 def steps_of(workdir):
@@ -76,20 +68,19 @@ def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(
     )  # fmt: skip
     process = begun(cluster, output, *flags, f"--workdir={workdir}")
     try:
-        wait_until(lambda: len(steps_of(workdir)) > 6, process, output)
+        process.reach(lambda: len(steps_of(workdir)) > 6, "step 7")
         cluster.remove_node(min(cluster.worker_nodes, key=str), allow_graceful=False)
-        wait_until(lambda: "start 2: 1 of 2 hosts" in output.read_text(), process, output)
+        process.wait_for("start 2: 1 of 2 hosts")
         before = len(steps_of(workdir))
-        wait_until(lambda: len(steps_of(workdir)) > before, process, output)
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(SECONDS) == 75, output.read_text()
+        process.reach(lambda: len(steps_of(workdir)) > before, "a further step")
+        process.send(signal.SIGTERM)
+        assert process.exit_codes() == [75], process.output()
         again = begun(cluster, output, *flags, f"--workdir={workdir}")
-        assert again.wait(SECONDS) == 0, output.read_text()
+        assert again.exit_codes() == [0], again.output()
     finally:
         process.kill()
     alone = tmp_path / "alone"
-    ended = run_forked("-m", "runner", *LLAMA, f"--workdir={alone}")
-    assert ended.returncode == 0, ended.stderr
+    succeeded("-m", "runner", *LLAMA, f"--workdir={alone}")
     assert_same_curve(folder_to_read(workdir), alone)
 
 
@@ -98,7 +89,7 @@ def test_a_mistake_is_not_started_again(cluster, tmp_path):
     process = begun(
         cluster, output, "--hosts=2", *LLAMA, "--fdl.batch=1", f"--workdir={tmp_path}/run"
     )
-    assert process.wait(SECONDS) == 2
+    assert process.exit_codes() == [2]
     assert "start 1: 2 of 2 hosts" in output.read_text() and "start 2" not in output.read_text()
 
 
@@ -106,8 +97,8 @@ def test_a_signal_ends_the_wait_for_hosts(cluster, tmp_path):
     output = tmp_path / "output"
     process = begun(cluster, output, "--hosts=9", "--wait_seconds=300", *LLAMA)
     try:
-        wait_until(lambda: "waiting for 9 hosts" in output.read_text(), process, output)
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 75, output.read_text()
+        process.wait_for("waiting for 9 hosts")
+        process.send(signal.SIGINT)
+        assert process.exit_codes(60) == [75], process.output()
     finally:
         process.kill()

@@ -54,9 +54,9 @@ def arrays_of(batch):
     return {name: values for name in fields if (values := getattr(batch, name)) is not None}
 
 
-def check_process(data_set, processes, port, process):
+def check_process(data_set, processes, address, process):
     """Reads all cases in one of the processes, and checks what its devices hold."""
-    jax.distributed.initialize(f"localhost:{port}", processes, process)
+    jax.distributed.initialize(address, processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
     expected = sources(data_set)
     for (name, source), sizes in itertools.product(sources(data_set).items(), MESHES):

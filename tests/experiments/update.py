@@ -1,5 +1,6 @@
-"""Writes the golden texts anew: python tests/experiments/update.py"""
+"""Golden texts of all experiments. To write them anew: python tests/experiments/update.py"""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -20,11 +21,17 @@ NEEDS = {
     "experiments/own_text": ["tokens=DATA"],
 }
 
-with tempfile.TemporaryDirectory() as folder:
-    os.chdir(folder)
-    os.symlink(TESTS, "tests")
-    write_own_texts(Path("DATA"))
-    for name in configs.experiments():
-        text = flattened(configs.load(name, overrides=NEEDS.get(name, ())))
-        text = text.replace(f"{os.getcwd()}/", "")
-        (GOLDEN / f"{name.removeprefix('experiments/')}.txt").write_text(text)
+
+def texts():
+    """Returns the file's name and the text of each experiment."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.symlink(TESTS, "tests")
+        write_own_texts(Path("DATA"))
+        for name in configs.experiments():
+            text = flattened(configs.load(name, overrides=NEEDS.get(name, ())))
+            yield f"{name.removeprefix('experiments/')}.txt", text.replace(f"{os.getcwd()}/", "")
+
+
+if __name__ == "__main__":
+    for name, text in texts():
+        (GOLDEN / name).write_text(text)

@@ -18,8 +18,8 @@ PROCESS = """
 import json, sys
 import jax, fiddle as fdl, pytest
 
-source, target, port, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-jax.distributed.initialize(f"localhost:{port}", 2, index)
+source, target, address, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+jax.distributed.initialize(address, 2, index)
 from lmlib import hf
 from runner.config import configs
 from runner.weights.models import read_weights

@@ -1,13 +1,16 @@
 """A mixer that is a recurrence, with its state as cache: h ← a · h + (1 - a) · x W, where each
 channel has a decay rate of its own in float32 (Orvieto et al. 2023, arXiv:2303.06349, without its
-complex numbers). Nothing of lmlib is edited."""
+complex numbers); and an optimizer that reports the norm of its momentum. Nothing of lmlib is
+edited."""
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jaxtyping import Array, Float
 from outsider_runs import EIGHT, FLOAT32, SIZES, SOURCE, check_outsider, experiment
@@ -24,6 +27,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment
 from lmlib.models.weights import fan_in, fill, fold_in_name, ones, weight
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import reshard, spec
 from lmlib.state import abstract_batch, abstract_model
 
@@ -73,9 +77,39 @@ def recurrent(key):
     return Decoder(**SIZES, segments=[Segment([layer], 2)], key=key)
 
 
-@pytest.mark.slow  # by default test_experts.py trains a layer from outside
-def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
-    check_outsider(experiment(recurrent, EIGHT), experiment(recurrent, {}), tmp_path)
+RATE = 1e-3
+
+
+class Momentum(NamedTuple):
+    average: Any
+    norm: jax.Array
+
+
+def signs(steps):
+    """Updates by sign of the momentum (Lion: Chen et al. 2023, arXiv:2302.06675), with a metric."""
+
+    def init(model):
+        return Momentum(jax.tree.map(jnp.zeros_like, model), jnp.zeros((), jnp.float32))
+
+    def update(gradients, state, model=None):
+        average = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.average, gradients)
+        # A soft sign, so that rounding on another mesh does not decide where a gradient is zero.
+        updates = jax.tree.map(lambda m: -RATE * jnp.tanh(100 * m), average)
+        return updates, Momentum(average, optax.global_norm(average))
+
+    return Optimizer(
+        optax.GradientTransformation(init, update),
+        optax.constant_schedule(RATE),
+        as_declared,
+        metrics=lambda state: {"momentum_norm": state.norm},
+    )
+
+
+@pytest.mark.slow
+def test_both_train_as_on_one_device_and_resume_bit_for_bit(tmp_path):
+    run, alone = (experiment(recurrent, mesh, optimizer=signs) for mesh in (EIGHT, {}))
+    metrics, _ = check_outsider(run, alone, tmp_path, rtol=2e-4)
+    assert all(each["momentum_norm"] > 0 for each in metrics)
 
 
 class Running(GatedMLP):

@@ -51,8 +51,8 @@ def make_world(folder: Path) -> None:
         pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
     write_seqax(folder / "seqax", [[1, 2], [3, 4, 5]])
     _write_run(folder, vocab)
-    _write_sweep(folder / "sweep")
-    _write_ladder(folder / "ladder")
+    write_sweep(folder / "sweep")
+    write_ladder(folder / "ladder")
     _write_question(folder / "question")
 
 
@@ -73,12 +73,13 @@ def _write_run(folder: Path, vocab: int) -> None:
     fit(cfg, folder / "run")
 
 
-def _write_sweep(folder: Path) -> None:
+def write_sweep(folder: Path) -> None:
     """Two rates, three seeds of each."""
     for rate in (0.001, 0.003):
         for seed in range(3):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
-            leave_run(folder / f"{rate}_{seed}", 3.0 - 20 * rate + 0.01 * seed, settings)
+            loss = 3.0 - 20 * rate + 0.01 * seed * (1 + 2 * rate)
+            leave_run(folder / f"{rate}_{seed}", loss, settings)
 
 
 def _write_question(folder: Path) -> None:
@@ -92,7 +93,7 @@ def _write_question(folder: Path) -> None:
                 leave_run(folder / f"{embed}_{norm}_{seed}", loss, settings, curve=curve)
 
 
-def _write_ladder(folder: Path) -> None:
+def write_ladder(folder: Path) -> None:
     """Three sizes, three lengths of each."""
     for parameters in (10**7, 10**8, 10**9):
         for ratio in (5, 20, 80):

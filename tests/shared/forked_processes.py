@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import runner
 
@@ -25,7 +25,7 @@ ROOT = Path(runner.__file__).parents[1]
 SECONDS = 600  # that `run_forked` may take
 _ASKING = threading.Lock()  # a server is asked by one thread at a time
 _SERVER = Path(__file__).with_name("fork_server.py")
-# What begins so is read when Python starts or a package is imported: it has a server of its own.
+# Python or a package reads variables with these prefixes when it starts: they need a new server.
 _READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 
@@ -77,7 +77,7 @@ class ForkedProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, once it has ended; subprocess.TimeoutExpired after `timeout` seconds."""
+        """Waits for its exit status; raises subprocess.TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             told = select.poll()
             told.register(self._pipe, select.POLLIN)
@@ -108,7 +108,7 @@ def fresh_process(
     cwd: Path = ROOT,
     environment: Mapping[str, str | None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `ForkedProcess`, and not forked."""
+    """Starts a process like `ForkedProcess`, without forking."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -149,6 +149,13 @@ def run_forked(
             process.kill()
         out.seek(0), err.seek(0)
         return Ended(returncode, out.read(), err.read())
+
+
+def succeeded(*arguments: str | os.PathLike[str], **settings: Any) -> Ended:
+    """Calls `run_forked`; the exit status must be 0."""
+    ended = run_forked(*arguments, **settings)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -18,14 +18,10 @@ from runner.config import configs
 SMALL = ["model.vocab=258", "model.embed=16", "model.layers=1", "model.mlp=16", "mesh.data=64"]
 
 
-def write_run_on_bytes(
-    folder: Path, steps: Sequence[int] = (3,), attention: Any = None
-) -> tuple[Path, Any]:
+def write_run_on_bytes(folder: Path, steps: Sequence[int] = (3,)) -> tuple[Path, Any]:
     """Writes a run's workdir and its data; returns it with the model of all its checkpoints."""
     write_texts(folder / "data")
     cfg = configs.load("experiments/llama_84m", ["tiny"], [*SMALL, "compute.dtype=float32"])
-    if attention is not None:
-        cfg.model.attention = fdl.Partial(attention)
     data = {"path": str(folder / "data"), "split": "train", "sequence_length": 24}
     cfg.data = fdl.Config(FlatTokens, batch_size=1, **data)
     cfg.validation = fdl.Config(FlatTokens, batch_size=1, seed=None, epochs=1, **data)

@@ -59,6 +59,8 @@ def assert_same_tensors(one, other):
         np.testing.assert_array_equal(found[name], values)
 
 
-def assert_same_weights(found, expected):
+def assert_same_weights(found, expected, **tolerance):
+    """Asserts that all leaves are equal, or are within `rtol` and `atol`."""
+    same = np.testing.assert_allclose if tolerance else np.testing.assert_array_equal
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+        same(one, other, **tolerance)

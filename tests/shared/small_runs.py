@@ -1,6 +1,6 @@
 """Small runs through the real command line, begun, watched and ended."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import small_experiment
@@ -21,6 +21,7 @@ class SmallRun(Started):
         experiment: tuple[str, ...] = EXPERIMENT,
         fresh: bool = False,
         environment: Mapping[str, str] | None = None,
+        module: str = "runner",
     ):
         """Starts it; `fresh` as `fresh_process` does. `environment` has variables of its own."""
         workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -28,14 +29,7 @@ class SmallRun(Started):
         settings = (f"--fdl.{override}" for override in overrides)
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
         variables = {"XLA_FLAGS": XLA_FLAGS, **(environment or {})}
-        self.start(0, "runner", *arguments, fresh=fresh, environment=variables)
-
-    def wait_for(self, text: str) -> None:
-        """Returns once `text` is in the output."""
-        self.reach(lambda: text in self.output(), text)
-
-    def reach(self, condition: Callable[[], bool], what: str) -> None:
-        assert self.wait_until(condition), f"ended before {what!r}\n{self.output()}"
+        self.start(0, "-m", module, *arguments, fresh=fresh, environment=variables)
 
     def exit_code(self) -> int:
         (code,) = self.exit_codes()

@@ -27,10 +27,10 @@ class Started:
         self._began = time.monotonic()
 
     def start(self, number: int, *arguments: str, fresh: bool = False, **settings: Any) -> None:
-        """Starts `python -m ARGUMENTS`; `fresh` as `fresh_process` does."""
+        """Starts `python ARGUMENTS`; `fresh` as `fresh_process` does."""
         with self.files[number].open("wb") as file:
             self.running[number] = (fresh_process if fresh else ForkedProcess)(
-                *("-m", *arguments), stdout=file, stderr=file, **settings
+                *arguments, stdout=file, stderr=file, **settings
             )
 
     @property
@@ -62,6 +62,14 @@ class Started:
                 return condition()
             self._pause(limit)
         return True
+
+    def reach(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits as `wait_until`; fails if a process ends before `what`."""
+        assert self.wait_until(condition), f"ended before {what!r}\n{self.everything()}"
+
+    def wait_for(self, text: str) -> None:
+        """Returns once `text` is in the output of process 0."""
+        self.reach(lambda: text in self.output(), text)
 
     def exit_codes(self, seconds: float = SECONDS) -> list[int]:
         """Returns the exit codes once all have ended; raises HangError as `wait_until`."""

@@ -13,8 +13,8 @@ from started import SECONDS, free_address
 def ends_of_two(
     code: str, *arguments: object, start: Any = ForkedProcess, count: int = 2, devices: int = 2
 ) -> list[Ended]:
-    """Runs `code` in `count` processes of `devices`, with `arguments`, a port and a number."""
-    port = free_address().rpartition(":")[2]
+    """Runs `code` in `count` processes of `devices`, with `arguments`, an address and a number."""
+    address = free_address()
     environment = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]
@@ -26,7 +26,7 @@ def ends_of_two(
         for index in range(count):
             output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
             child = start(
-                *("-c", code, *map(str, (*arguments, port, index))),
+                *("-c", code, *map(str, (*arguments, address, index))),
                 stdout=output,
                 stderr=errors,
                 environment=environment,

@@ -1,5 +1,12 @@
 """A small library and an experiment of it, to be written into files."""
 
+from typing import Any
+
+import pytest
+
+from runner.config.configs import load
+from runner.errors import ConfigError
+
 LIBRARY = """
 import dataclasses
 
@@ -75,3 +82,10 @@ def broken(cfg):
 def _private(cfg):
     pass
 '''
+
+
+def error(*arguments: Any, **more: Any) -> str:
+    """The message with which `load` refuses a config."""
+    with pytest.raises(ConfigError) as raised:
+        load(*arguments, **more)
+    return str(raised.value)

@@ -17,16 +17,11 @@ from runner.command_line.command import commands
 from runner.config import configs
 from runner.config.overrides import apply_override
 
-DATA_TOOLS = Path(data_tools.__file__).parent
 FOLDER = Path(runner.__file__).parent
 
 
 def first_line(file: Path) -> str:
     return file.read_text().removeprefix('"""').splitlines()[0]
-
-
-def data_programs() -> dict[str, Path]:
-    return {file.parent.name: file for file in DATA_TOOLS.glob("*/__main__.py")}
 
 
 def test_help_lists_every_command_and_every_experiment_with_its_first_line():
@@ -44,7 +39,8 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
     files |= {f"python -m runner.{f.parent.name}": f for f in FOLDER.glob("*/__main__.py")}
     assert "python -m runner.sweep" in files
     files |= {"python -m runner": FOLDER / "__main__.py"} | configs.experiments()
-    prepares = {f"python -m data_tools.{name}": file for name, file in data_programs().items()}
+    programs = Path(data_tools.__file__).parent.glob("*/__main__.py")
+    prepares = {f"python -m data_tools.{file.parent.name}": file for file in programs}
     assert "python -m data_tools.pretokenize" in prepares
     files |= prepares
     assert "experiments/llama_84m" in files
@@ -77,9 +73,7 @@ def test_all_commands_expand_the_home_folder(tmp_path: Path, arguments: tuple[st
     assert f"{tmp_path}/there.py" in ended.stderr and "~" not in ended.stderr
 
 
-def test_settings_that_are_paths_are_expanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_are_paths_are_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = fdl.Config(Experiment)
     for override in ("init_from=~/run@3", "frozen_dtype='~/quoted'"):

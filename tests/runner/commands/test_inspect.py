@@ -73,7 +73,7 @@ def test_the_data_of_a_run_on_a_mixture(tmp_path):
 
 @pytest.mark.landing
 def test_the_stream_of_a_run_is_advanced_to_the_step(tmp_path, monkeypatch):
-    """From the beginning, and from checkpoints of two processes."""
+    """It starts at the beginning, or at checkpoints of two processes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # `datasets` looks hosts up otherwise
     texts = [{"text": f"{number}:" + "x" * (number * 7 % 31)} for number in range(40)]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))

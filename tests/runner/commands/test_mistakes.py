@@ -1,7 +1,6 @@
 """Mistakes of users are reported in one line, with exit code 2, and change nothing on disk."""
 
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import pytest
 from byte_texts import write_texts
 from folder_contents import files_of
 from forked_processes import run_forked
-from run_on_bytes import write_run_on_bytes
+from hugging_face_families import GOLDEN
 from sentinels import sentinels
 
 from runner import fit
@@ -139,19 +138,6 @@ def cases(table: str) -> list[tuple[str, str]]:
 ALL = cases("mistakes.txt")
 
 
-@pytest.mark.landing
-def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(scratch)
-    mixer = importlib.import_module("own_mixer").OneArray
-    workdir, _ = write_run_on_bytes(tmp_path, attention=mixer)
-    flags = (f"--from={workdir}", "--trust_module=own_mixer", "--tokens=1,2")
-    ended = run_forked("-m", "runner.generate", *flags, cwd=scratch)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = (line for line in ended.stderr.splitlines() if "own_mixer" in line)
-    assert line.startswith("error: own_mixer.OneArray must return a tuple (y_BSE, cache)")
-    assert "Traceback" not in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     sentinels(ALL, lambda mistake: mistake in ALL[::8] or "pretokenize" in mistake[1]),
@@ -160,11 +146,11 @@ def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
 def test_a_mistake_is_reported_in_one_line_and_changes_nothing(
     scratch, files, tmp_path, command, message
 ):
-    names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
+    places = {"scratch": scratch, "old": scratch / "old", "run": tmp_path / "new", "golden": GOLDEN}
 
     def filled(text: str) -> str:
-        for name, value in names.items():
-            text = text.replace(f"{{{name}}}", value)
+        for name, place in places.items():
+            text = text.replace(f"{{{name}}}", str(place))
         return text
 
     module, *given = command.split()
@@ -186,10 +172,7 @@ def test_a_mistake_is_reported_in_one_line_and_changes_nothing(
 PARTS = cases("parts_that_do_not_fit.txt")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    sentinels(PARTS, lambda part: part in PARTS[::6]),
-)
+@pytest.mark.parametrize(("override", "message"), sentinels(PARTS, lambda part: part in PARTS[::6]))
 def test_parts_that_do_not_fit_are_refused_before_anything_compiles(tmp_path, override, message):
     with pytest.raises(ConfigError) as raised:
         fit(configs.load("experiments/llama_84m", ["tiny"], [override]), tmp_path / "new")

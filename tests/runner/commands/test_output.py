@@ -189,10 +189,9 @@ def test_closed_standard_streams_are_allowed(tmp_path):
 @pytest.mark.parametrize("closing", ["2>&-", "2>&1 | head -1", "2>/dev/full", ">&- 2>&-"])
 def test_a_run_continues_with_unread_output(tmp_path, closing):
     command = [sys.executable, "-m", "runner", *EXPERIMENT, f"--workdir={tmp_path}"]
-    settings = (f"--fdl.{setting}" for setting in ("steps=4",))
     script = f'set -o pipefail; "$@" {closing}'
     ended = subprocess.run(
-        ["bash", "-c", script, "bash", *command, *settings],
+        ["bash", "-c", script, "bash", *command, "--fdl.steps=4"],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
         timeout=240,
@@ -205,8 +204,7 @@ def test_a_run_continues_with_unread_output(tmp_path, closing):
 HANGING = """
 import os, sys, threading
 from pathlib import Path
-from runner.monitoring.phases import Phase, Phases
-from runner.monitoring.phases import Limits
+from runner.monitoring.phases import Limits, Phase, Phases
 from runner.monitoring.watchdog import Watchdog, stacks_file
 
 os.set_blocking(2, False)

@@ -1,5 +1,6 @@
 """Commands that show runs: checkpoint, compare, ladder, coordinate_check, report, watch."""
 
+import dataclasses
 import json
 import re
 
@@ -7,26 +8,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_programs import XLA_FLAGS
-from forked_processes import run_forked
+from documented_world import write_ladder, write_sweep
+from forked_processes import run_forked, succeeded
 from made_up_runs import leave_files as leave_lines
 from made_up_runs import leave_run, losses
 from pseudo_terminal import run_on_terminal
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.inspect.coordinates import LOOKED_AT
-from runner.command_line.exit_status import FINISHED
 from runner.processes.lock import FolderLock
 
 
-@pytest.fixture(scope="module")
-def command():
-    """Takes the arguments, and gives exit status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        ended = run_forked("-m", "runner.checkpoint", *map(str, arguments))
-        return ended.returncode, ended.stdout, ended.stderr
-
-    return run
+def command(*arguments):
+    """Returns exit status, stdout and stderr."""
+    return dataclasses.astuple(run_forked("-m", "runner.checkpoint", *map(str, arguments)))
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def workdir(tmp_path):
     return tmp_path
 
 
-def test_list_and_show(workdir, command):
+def test_list_and_show(workdir):
     (workdir / "checkpoints/4000.orbax-checkpoint-tmp").mkdir()
     (workdir / "checkpoints/2000/manifest.json").unlink()
     status, output, _ = command("list", workdir)
@@ -63,7 +58,7 @@ def test_list_and_show(workdir, command):
     assert '"tokens": 21000' in output
 
 
-def test_verify_and_prune(workdir, command):
+def test_verify_and_prune(workdir):
     assert command("verify", workdir)[0] == 0
     chunk = workdir / "checkpoints/3000/state/weight/0.0"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
@@ -85,7 +80,7 @@ def test_verify_and_prune(workdir, command):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir, command):
+def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir):
     with FolderLock(workdir):
         assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
         for folder in (workdir, workdir / "checkpoints"):
@@ -98,24 +93,14 @@ def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir, command
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    for rate, loss in ((0.001, 3.0), (0.003, 2.9)):
-        for seed in range(3):
-            off = 0.01 * seed * (1 + 2 * rate)
-            settings = {"optimizer.peak_lr": rate, "seed": seed}
-            leave_run(folder / f"sweep/{rate}_{seed}", loss + off, settings)
-    for n in (2e7, 4e7, 8e7):
-        for ratio in (5, 20, 80):
-            loss = 1.8 + 480 * n**-0.35 + 2085 * (n * ratio) ** -0.37
-            settings = {"model.embed": int(n), "data.batch_size": ratio}
-            sizes = {"parameters": int(n), "tokens": int(n * ratio), "steps": 10}
-            leave_run(folder / f"ladder/{n:.0f}_{ratio}", loss, settings, **sizes)
+    write_sweep(folder / "sweep")
+    write_ladder(folder / "ladder")
     return folder
 
 
 def test_a_sweep_is_compared_in_a_table_and_as_json(places):
     arguments = ("sweep", "--baseline=optimizer.peak_lr=1e-3", "--margin=0.01", "--json=out.json")
-    ended = run_forked("-m", "runner.compare", *arguments, cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.compare", *arguments, cwd=places)
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert lines[0][0] == "optimizer.peak_lr" and lines[1][0] == "0.003" and "better" in lines[1]
     assert lines[2][0] == "0.001" and "baseline" in lines[2]
@@ -126,12 +111,11 @@ def test_a_sweep_is_compared_in_a_table_and_as_json(places):
 
 def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     arguments = ("ladder", "--budget=1e19", "--json=law.json")
-    ended = run_forked("-m", "runner.ladder", *arguments, cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.ladder", *arguments, cwd=places)
     assert "L = E + A/N^α + B/D^β, fitted to 9 runs" in ended.stdout
     assert "Best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
     numbers = json.loads((places / "law.json").read_text())["numbers"]
-    expected = {"E": 1.8, "A": 480, "B": 2085, "α": 0.35, "β": 0.37}
+    expected = {"E": 1.7, "A": 400, "B": 400, "α": 0.34, "β": 0.28}
     found = {name: each["value"] for name, each in numbers.items()}
     assert found == pytest.approx(expected, rel=1e-2)
 
@@ -141,8 +125,7 @@ def test_an_unbounded_interval_end_is_null(places, tmp_path):
     for number, loss in enumerate([4, 3.1, 3.0, 3.05, 2.97, 3.02]):
         sizes = {"parameters": 10**7, "tokens": 10**8 * 2**number, "steps": 10}
         leave_run(tmp_path / f"{number}", loss, {"data.batch_size": 2**number}, **sizes)
-    ended = run_forked("-m", "runner.ladder", tmp_path, "--json=law.json", cwd=places)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.ladder", tmp_path, "--json=law.json", cwd=places)
     assert re.search("^B .* to inf$", ended.stdout, re.MULTILINE), ended.stdout
     assert json.loads((places / "law.json").read_text())["numbers"]["B"]["high"] is None
 
@@ -169,8 +152,7 @@ def test_coordinate_check_writes_a_table_a_picture_and_json(tmp_path):
         f"--picture={tmp_path}/check.svg", f"--json={tmp_path}/check.json",
     ]  # fmt: skip
     environment = {"XLA_FLAGS": XLA_FLAGS}  # a device
-    done = run_forked("-m", "runner.coordinate_check", *flags, environment=environment)
-    assert done.returncode == FINISHED, done.stderr
+    done = succeeded("-m", "runner.coordinate_check", *flags, environment=environment)
     assert all(name in done.stdout for name in LOOKED_AT) and "after 2 steps" in done.stdout
     rows = json.loads((tmp_path / "check.json").read_text())
     assert len(rows) == 2 * 2 * 2 * 4 * 2  # by, rule, size, looked at, step
@@ -178,23 +160,12 @@ def test_coordinate_check_writes_a_table_a_picture_and_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_report_writes_a_page_and_refuses_mistakes(tmp_path):
+def test_report_writes_a_page(tmp_path):
     leave_lines(tmp_path / "sweep/a", {"seed": 0, "steps": 2}, losses(3.0, 2.0))
     leave_lines(tmp_path / "sweep/b", {"seed": 1, "steps": 2}, losses(3.5, 2.5))
     done = run_forked("-m", "runner.report", tmp_path / "sweep")
     assert done.stdout == f"{tmp_path / 'sweep/report.html'}\n" and not done.returncode
     assert "2 runs" in (tmp_path / "sweep/report.html").read_text("utf-8")
-    for arguments, told in {
-        (): "give the runs, as in",
-        (tmp_path / "none",): f"there is no run in {tmp_path / 'none'}",
-        (tmp_path / "sweep", "--to=a", "--pictures=b"): "give --to or --pictures, not both",
-        (tmp_path / "sweep", "--baseline=a"): "give --baseline and --margin together",
-        (tmp_path / "sweep", "--pictures=b", "--metrics=lss"): "no curve of 'lss'; there are loss",
-        (tmp_path / "sweep", "--to=/dev/null/page.html"): "/dev/null",
-    }.items():
-        done = run_forked("-m", "runner.report", *arguments, cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
-        assert told in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("ended", ["diverged", "interrupted", ""])
@@ -212,5 +183,3 @@ def test_a_view_is_written_to_a_pipe_once(tmp_path):
     run = leave_lines(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0))
     done = run_forked("-m", "runner.watch", run, "--terminal")
     assert not done.returncode and done.stdout.startswith("a  not running, step 2 of 9\n")
-    done = run_forked("-m", "runner.watch", tmp_path / "none")
-    assert done.returncode == 2 and "there is no run in" in done.stderr

@@ -1,11 +1,13 @@
 """Experiments, fiddlers and overrides."""
 
+import ast
 import dataclasses
 from pathlib import Path
 
 import fiddle as fdl
 import numpy as np
 import pytest
+from written_experiment import error
 
 from lmlib.compute import Compute
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
@@ -18,10 +20,8 @@ from runner.config.text import flattened
 from runner.errors import ConfigError
 
 
-def error(*arguments, **more) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load(*arguments, **more)
-    return str(raised.value)
+def lines_of(table):
+    return Path(__file__).with_name(table).read_text().splitlines()
 
 
 # Fiddlers
@@ -59,35 +59,11 @@ def test_a_fiddler_that_fails_is_named_with_its_line(experiment):
 # Overrides
 
 
-@pytest.mark.parametrize(
-    ("override", "read", "expected"),
-    [
-        ("optimizer.peak_lr=1e-3", lambda cfg: cfg.optimizer.peak_lr, 1e-3),
-        ("optimizer.peak_lr=1", lambda cfg: cfg.optimizer.peak_lr, 1),
-        ("optimizer.decay=0.1", lambda cfg: cfg.optimizer.decay, 0.1),
-        ("optimizer.decay=None", lambda cfg: cfg.optimizer.decay, None),
-        ("optimizer.betas=(0.8, 0.9)", lambda cfg: cfg.optimizer.betas, (0.8, 0.9)),
-        ("optimizer.betas[1]=0.99", lambda cfg: cfg.optimizer.betas, (0.9, 0.99)),
-        ("optimizer.nesterov=True", lambda cfg: cfg.optimizer.nesterov, True),
-        ("model.embed=1_024", lambda cfg: cfg.model.embed, 1024),
-        ("model.embed=1e3", lambda cfg: cfg.model.embed, 1000),
-        ("model.dropout=0.5", lambda cfg: cfg.model.dropout, 0.5),
-        ("data.seed=3", lambda cfg: cfg.data.seed, 3),
-        ("data.rules['mlp']=fsdp", lambda cfg: cfg.data.rules, {"mlp": "fsdp"}),
-        ("data.files.path=/a/b=c", lambda cfg: cfg.data.files.path, "/a/b=c"),
-        ("data.files.path='quoted'", lambda cfg: cfg.data.files.path, "quoted"),
-        ("data.files.names=['a']", lambda cfg: cfg.data.files.names, ["a"]),
-        ("name=unquoted words", lambda cfg: cfg.name, "unquoted words"),
-        ("prompts[1]=Then", lambda cfg: cfg.prompts, ["Once", "Then"]),
-        ("prompts=['a', 'b']", lambda cfg: cfg.prompts, ["a", "b"]),
-        ("validation[0].every=5", lambda cfg: cfg.validation[0].every, 5),
-        ("validation=None", lambda cfg: cfg.validation, None),
-        ("extra.one=2", lambda cfg: cfg.extra.one, 2),
-        ("extra.two=(1,)", lambda cfg: cfg.extra.two, (1,)),
-    ],
-)
-def test_an_override_sets_a_python_literal(experiment, override, read, expected):
-    value = read(load(experiment, (), [override]))
+@pytest.mark.parametrize("case", lines_of("overrides.txt"))
+def test_an_override_sets_a_python_literal(experiment, case):
+    override, path, literal = case.split(" | ")
+    expected = ast.literal_eval(literal)
+    value = eval(f"cfg.{path}", {"cfg": load(experiment, (), [override])})
     assert value == expected
     assert type(value) is type(expected)
 
@@ -109,10 +85,7 @@ def test_an_override_changes_a_shared_config_everywhere_and_no_default(experimen
     assert cfg.validation[0].files.path == "other"
 
 
-WRONG = Path(__file__).with_name("wrong_overrides.txt").read_text().splitlines()
-
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", lines_of("wrong_overrides.txt"))
 def test_a_wrong_override_says_what_is_expected(experiment, case):
     override, expected = case.split(" | ")
     message = error(experiment, (), [override])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import user_model
 from compiled_programs import XLA_FLAGS
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from hugging_face_families import GOLDEN
 from small_folder import assert_same_tensors, change, copy_small_folder, rewritten
 
@@ -36,29 +36,15 @@ def config():
 """
 
 
-@pytest.fixture
-def experiment(tmp_path, monkeypatch):
-    """The file of an experiment, whose modules are forgotten afterwards."""
-    folder = tmp_path / "my work"
-    folder.mkdir()
-    shutil.copy(user_model.__file__, folder / "my_model.py")
-    (folder / "my_experiment.py").write_text(EXPERIMENT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield folder / "my_experiment.py"
-    forget()
-
-
-def forget():
-    for name in ("my_model", "my_experiment"):
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.slow
-def test_the_suggested_command_works_when_pasted(experiment, tmp_path):
+def test_the_suggested_command_works_when_pasted(tmp_path):
+    experiment = tmp_path / "my work" / "my_experiment.py"
+    experiment.parent.mkdir()
+    shutil.copy(user_model.__file__, experiment.with_name("my_model.py"))
+    experiment.write_text(EXPERIMENT)
     first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
     environment = {"XLA_FLAGS": XLA_FLAGS}
-    shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded("-m", "runner", *first, cwd=tmp_path, environment=environment)
     command = shown.stdout.partition("try next")[2].splitlines()[0].strip()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     pasted = subprocess.run(

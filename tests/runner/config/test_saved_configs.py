@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 import textwrap
+from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -13,7 +14,7 @@ from documented_blocks import PAGES, blocks
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from written_experiment import LIBRARY
+from written_experiment import LIBRARY, error
 
 import lmlib.trackers  # noqa: F401, defines the trackers
 from lmlib.inspect.layer_norms import LayerNorms
@@ -26,44 +27,12 @@ from runner.config.saved_config import TRUSTED, full_name, is_trusted
 from runner.config.text import changed_paths, difference, flattened, settings
 from runner.errors import ConfigError
 
-
-def error(*arguments, **more) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load(*arguments, **more)
-    return str(raised.value)
-
-
 # Text
 
 
 def test_flattened_text_holds_every_parameter_in_declared_order(experiment):
-    assert flattened(load(experiment)) == textwrap.dedent("""\
-        library.Experiment
-        model: library.Llama (partial)
-        model.embed = 64
-        model.layers = 2
-        model.activation = library.silu
-        model.dropout = 0
-        model.key = None
-        optimizer: library.adamw (partial)
-        optimizer.peak_lr = 0.0003
-        optimizer.betas = (0.9, 0.95)
-        optimizer.decay = None
-        optimizer.nesterov = False
-        data: library.Data
-        data.files: library.Files
-        data.files.path = 'corpus'
-        data.batch = 16
-        data.rules = {'mlp': 'tensor'}
-        data.seed = None
-        validation[0]: library.evaluate
-        validation[0].files: same as data.files
-        validation[0].every = 100
-        prompts = ['Once', 'The']
-        extra: library.anything
-        extra.one = 1
-        name = 'run'
-        """)
+    expected = Path(__file__).with_name("flattened.txt").read_text()
+    assert flattened(load(experiment)) == expected
 
 
 def changes(old, new):
@@ -139,11 +108,8 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
     save(load(experiment), workdir)
     save(load(experiment, ["tiny"]), workdir)
     assert (workdir / "config.txt").read_text() == flattened(load(experiment, ["tiny"]))
-    assert sorted(path.name for path in workdir.iterdir()) == [
-        "config.json",
-        "config.txt",
-        "settings.json",
-    ]
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {"config.json", "config.txt", "settings.json"}
 
 
 def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_path):

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 from byte_texts import write_texts
-from forked_processes import run_forked
+from forked_processes import succeeded
 from small_experiment import small
+from states import assert_same_bits
 
 from experiments.base.pretraining import later_stage
 from lmlib.data.batch import place
@@ -20,7 +21,6 @@ from lmlib.metrics.log import read_metrics
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.parallel.layout import sharding
 from runner import Options, fit
-from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, StoppedEarly
 from runner.training.captures import read_capture
 
@@ -70,8 +70,7 @@ def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
         assert line["tokens"] == tokens
         assert line["step_flops"] == rows * length * 6 * 512 * 16
         assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(rows * length)
-    for one, other in zip(bits(state), bits(whole.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(bits(state), bits(whole.state))
 
 
 @pytest.mark.slow
@@ -84,8 +83,7 @@ def test_a_staged_run_resumes_to_the_same_bits(ended_after, whole, tmp_path):
         assert [one[name] for name in ("step", "loss", "tokens", "grad_norm")] == [
             other[name] for name in ("step", "loss", "tokens", "grad_norm")
         ]
-    for one, other in zip(bits(again.state), bits(whole.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(bits(again.state), bits(whole.state))
 
 
 @pytest.mark.slow
@@ -175,12 +173,11 @@ def test_a_trace_over_a_boundary_is_refused(tmp_path):
 @pytest.mark.slow
 def test_each_stage_is_planned_and_the_whole(tmp_path):
     file = tmp_path / "plan.json"
-    done = run_forked(
+    done = succeeded(
         *("-m", "runner.plan", "--fdl_config=experiments/llama_84m", "--fiddler=tiny"),
         *("--fiddler=later_stage(begin=5, batch_size=16)", "--topology=cpu:1", f"--json={file}"),
         "--no_cache",
     )
-    assert done.returncode == FINISHED, done.stderr
     found = json.loads(file.read_text())
     assert [stage["steps"] for stage in found["stages"]] == [[1, 5], [6, 20]]
     assert [stage["batch_size"] for stage in found["stages"]] == [8, 16]
@@ -201,6 +198,5 @@ def test_a_step_of_a_later_stage_is_replayed_exactly(tmp_path):
     skipped = [line["step"] for line in lines if line["skipped_in_a_row"] == 1]
     captures = [read_capture(tmp_path / "captures" / str(step)) for step in skipped if step > 5]
     assert captures  # or this test shows nothing
-    done = run_forked("-m", "runner.replay", captures[0].folder, "--trust_module=bigram")
-    assert done.returncode == FINISHED, done.stderr
+    done = succeeded("-m", "runner.replay", captures[0].folder, "--trust_module=bigram")
     assert len(re.findall("same bits$", done.stdout, re.MULTILINE)) == 5

@@ -177,8 +177,8 @@ PROCESS = """
 import json, sys
 import jax
 
-folder, tasks, names, port, index = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", 2, int(index))
+folder, tasks, names, address, index = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index))
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.evaluation.tasks import Tasks, evaluate_tasks

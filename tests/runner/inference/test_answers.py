@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from chat_templates import TEMPLATES, TOKENS
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
@@ -216,26 +216,12 @@ def test_other_files_are_not_overwritten_by_answers(generator, tmp_path):
         answer(generator, tmp_path, out)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "Expecting property name"),
-        ("[1]", "one of the keys prompt, messages, tokens"),
-        ('{"prompt": "a", "tokens": [1]}', "one of the keys"),
-        ('{"prompt": 3}', "its prompt is not a string: 3"),
-        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
-        ('{"tokens": [1, 2.5]}', "not a list of integers"),
-        ('{"tokens": [true]}', "not a list of integers"),
-        ('{"tokens": []}', "it has no tokens"),
-        ('{"tokens": [258]}', "has no token 258: ids end at 257"),
-        ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
-        ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
-        ('{"prompt": "a", "n": NaN}', "not JSON compliant"),
-        ('{"prompt": "a", "n": [-Infinity]}', "not JSON compliant"),
-        ('{"prompt": "a", "n": 1e999}', "not JSON compliant"),
-    ],
-)
-def test_broken_lines_are_named(tmp_path, line, reason):
+BROKEN = Path(__file__).with_name("broken_prompts.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_lines_are_named(tmp_path, case):
+    line, reason = case.split(" | ")
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n\n{line}\n' + "{\n" * 5)
     with pytest.raises(
@@ -283,33 +269,15 @@ def test_prompts_must_be_text_in_a_regular_file(tmp_path):
             digest_of(file)
 
 
-PROMPTS = [{"prompt": "é", "id": 7}, {"tokens": [256, 97]}, {"prompt": "one two"}]
-
-
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     return write_run_on_bytes(tmp_path_factory.mktemp("generate"))[0]
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_is_answered(workdir, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
-    arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
-    ended = run_forked("-m", "runner.generate", *arguments)
-    assert ended.returncode == 0, ended.stderr
-    said = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["given"] for each in said[::2]] == PROMPTS
-    assert ended.stdout == ""
-    assert f"{out} has the answers to all 3 lines of {prompts}" in ended.stderr
-
-
-@pytest.mark.slow
 def test_prompts_are_continued(workdir):
     arguments = (f"--from={workdir}", "--prompt=hé", "--prompt=b", "--max_tokens=5", "--samples=2")
-    ended = run_forked("-m", "runner.generate", *arguments)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.generate", *arguments)
     assert ended.stdout.startswith("--- 1 of 2\nhé")
     assert [ended.stdout.count(each) for each in ("--- 2 of 2\nhé", "--- 2 of 2\nb")] == [1, 1]
     assert ended.stderr.count("; the first after ") == 2
@@ -322,8 +290,7 @@ def test_prompts_are_continued(workdir):
 def test_piped_text_is_continued(workdir):
     def answer(*flags: str, piped: str) -> str:
         command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
-        ended = run_forked(*command, piped=piped)
-        assert ended.returncode == 0, ended.stderr
+        ended = succeeded(*command, piped=piped)
         return ended.stdout
 
     assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")

@@ -1,11 +1,7 @@
 """Models of runs and of Hugging Face's folders, loaded with their texts' codec."""
 
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,9 +10,14 @@ import numpy as np
 import pytest
 from byte_texts import BOS, EOS, write_ids
 from compiled_programs import XLA_FLAGS
+from forked_processes import ROOT, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_folder import assert_same_weights
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from lmlib import Compute, hf
 from lmlib.data.chats.chat import ChatTemplate
@@ -32,24 +33,8 @@ from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded, load
 from runner.weights.texts import tokenizer_of
 
-ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
 FLOAT32 = Compute(dtype="float32")
-TOKENIZER = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-    "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-                   {"Sequence": {"id": "A", "type_id": 0}},
-                   {"SpecialToken": {"id": "</s>", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}
-                           for name, id in (("<s>", 5), ("</s>", 2))},
-    },
-    "model": {"type": "WordLevel", "unk_token": "a",
-              "vocab": {"a": 0, "b": 1, "</s>": 2, "<s>": 5}},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +42,11 @@ def folder(tmp_path_factory):
     """A Hugging Face folder with a tokenizer that adds begin and end tokens."""
     folder = tmp_path_factory.mktemp("folder")
     shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2, "<s>": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    ends = [("<s>", 5), ("</s>", 2)]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     return folder
 
@@ -140,10 +129,7 @@ Generator(run.model, rows=1, length=8)([ids], 2)
 @pytest.mark.slow
 def test_on_one_device_nothing_needs_a_mesh(run):
     """Not even code of the user's own, such as a gradient."""
-    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
-    command = [sys.executable, "-c", ON_ONE_DEVICE, str(run[0])]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeded("-c", ON_ONE_DEVICE, run[0], environment={"XLA_FLAGS": XLA_FLAGS})
 
 
 def test_a_text_needs_a_tokenizer():

@@ -16,11 +16,9 @@ from runner.errors import ConfigError
 from runner.monitoring.profiling import Profiler, where_the_time_went
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"), [("10:12", [10, 11, 12]), ("1:1", [1]), ("9:11", [9, 10, 11])]
-)
-def test_the_range_of_steps_includes_both_ends(text, steps):
-    assert list(steps_range(text)) == steps
+def test_the_range_of_steps_includes_both_ends():
+    for text, steps in (("10:12", [10, 11, 12]), ("1:1", [1]), ("9:11", [9, 10, 11])):
+        assert list(steps_range(text)) == steps
 
 
 @pytest.mark.parametrize(
@@ -58,10 +56,8 @@ def test_the_trace_has_exactly_the_steps_of_the_range(tmp_path):
         run(profiler, range(1, 7))
         (trace,) = traces(tmp_path)  # written at the end of the range
     names = {event.get("name") for event in json.loads(trace)["traceEvents"]}
-    assert {name for name in names if name and name.startswith("made step")} == {
-        "made step 3",
-        "made step 4",
-    }
+    made = {name for name in names if name and name.startswith("made step")}
+    assert made == {"made step 3", "made step 4"}
     assert any("traced_step" in name for name in names if name)
 
 

@@ -8,17 +8,16 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import pytest
-import small_experiment
 from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy, Request
 from buckets.servers import environment
 from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
-from states import TIMES, assert_same_bits
+from small_runs import EXPERIMENT as SMALL
+from states import assert_same_bits, without_times
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -32,14 +31,8 @@ from runner.errors import ConfigError, StoppedEarly, WorkdirLost
 from runner.processes.lock import BucketLock
 
 STEPS = 6
-EXPERIMENT_FLAGS = (
-    f"--fdl_config={small_experiment.__file__}",
-    "--fdl.validation=None",
-    "--fdl.mesh.fsdp=1",
-    f"--fdl.steps={STEPS}",
-    "--fdl.checkpoints.every=2",
-)
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
+FLAGS = (*SMALL, "--fdl.mesh.fsdp=1", *(f"--fdl.{override}" for override in EXPERIMENT))
 LOG = "metrics.jsonl"
 LEASE = r"lease(/|%2F)owner.json"  # in a request's path
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
@@ -68,8 +61,8 @@ def undisturbed(tmp_path_factory) -> tuple[object, list]:
     return fit(small(*EXPERIMENT), workdir).state, curve(workdir)
 
 
-def curve(workdir: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(workdir)]
+def curve(workdir):
+    return without_times(read_metrics(workdir))
 
 
 def stopping_after(step: int) -> Options:
@@ -117,7 +110,7 @@ def test_a_run_killed_anywhere_resumes(bucket, machine, undisturbed, tmp_path):
     killed = 0
     for strike in (40, 80, 120, 160, 400):
         workdir, output = f"{url}/{strike}", tmp_path / f"{strike}.output"
-        arguments = (*EXPERIMENT_FLAGS, f"--workdir={workdir}")
+        arguments = (*FLAGS, f"--workdir={workdir}")
         began = len(proxy.requests)
         with output.open("w") as file:
             run = ForkedProcess("-m", "runner", *arguments, stdout=file, stderr=file)

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 from folder_contents import files_of
+from forked_processes import ROOT, run_forked
 from small_experiment import small
 
-import runner
 from runner import Options, fit
 from runner.errors import ConfigError, WorkdirLost
 from runner.processes.lock import FolderLock, wait_for_lock
 from runner.training.starts import Start
 
-ROOT = Path(runner.__file__).parents[1]
 HOLDER = """
 import sys
 from pathlib import Path
@@ -55,16 +54,8 @@ def test_a_second_start_is_refused_and_changes_nothing(tmp_path):
     def start_another(step: int) -> bool:
         if step == 2:
             before = files_without("lock", workdir)
-            another = subprocess.run(
-                [
-                    *(sys.executable, "-m", "runner", f"--workdir={workdir}"),
-                    *("--fdl_config=experiments/llama_84m", "--fiddler=tiny"),
-                ],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-            )
+            flags = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+            another = run_forked("-m", "runner", f"--workdir={workdir}", *flags)
             seconds.append((another, files_without("lock", workdir) == before))
         return False
 
@@ -82,7 +73,7 @@ def test_a_second_start_is_refused_and_changes_nothing(tmp_path):
 def test_the_lock_of_a_dead_process_is_taken_at_once(tmp_path):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

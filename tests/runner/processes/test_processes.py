@@ -4,20 +4,14 @@ import io
 import os
 import re
 import signal
-import socket
-import time
 from pathlib import Path
 
 import pytest
 from buckets.fixtures import folder_in_bucket
 from forked_processes import ForkedProcess, run_forked
-from several_processes import (
-    STEPS,
-    SeveralProcesses,
-    assert_same_curve,
-)
+from several_processes import STEPS, SeveralProcesses, assert_same_curve
 from small_runs import EXPERIMENT as SMALL
-from started import SECONDS
+from started import SECONDS, free_address
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -54,7 +48,7 @@ def test_the_others_name_a_killed_process_and_one_process_resumes(tmp_path, alon
             assert f"error: {workdir} is in use by the run of " in second.output(process)
             log = (workdir / "logs" / f"process_{process:05}.log").read_text()
             assert log.count("=== process ") == 1
-        run.running[1].send_signal(signal.SIGKILL)
+        run.send(signal.SIGKILL, 1)
         assert run.exit_codes() == [PEER_ENDED, -signal.SIGKILL], run.everything()
     finally:
         run.kill()
@@ -123,7 +117,7 @@ def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     endless = [*SMALL, "--fdl.mesh.fsdp=-1", *(f"--fdl.{name}=1_000_000" for name in names)]
     run = SeveralProcesses(2, workdir, tmp_path / "outputs", experiment=endless)
     run.wait_for_lines(workdir, 3)
-    run.running[1].send_signal(signal.SIGTERM)
+    run.send(signal.SIGTERM, 1)
     assert run.exit_codes() == [STOPPED, STOPPED], run.everything()
     (last,) = read_metrics(workdir)[-1:]
     stopped = f"stopped after step {last['step']:,} of 1,000,000"
@@ -149,9 +143,7 @@ NOTHING = "import jax\njax.distributed.initialize(cluster_detection_method='deac
 
 def missed(missing, how, folder):
     """Returns the output and exit code of a process after the other, `missing`, was lost."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     both, asked, told = [], [], []
     for n in range(2):
         (stdin, question), (answer, stdout) = os.pipe(), os.pipe()
@@ -217,12 +209,12 @@ def test_four_then_three_then_four_make_the_curve_of_one(tmp_path):
     workdir, outputs = tmp_path / "run", tmp_path / "outputs"
     run = started(4, workdir, outputs / "four")
     run.wait_for_lines(workdir, 7)
-    run.running[3].send_signal(signal.SIGKILL)
+    run.send(signal.SIGKILL, 3)
     assert run.exit_codes() == [PEER_ENDED] * 3 + [-signal.SIGKILL], run.everything()
 
     left = started(3, workdir, outputs / "three")
     left.wait_for_lines(workdir, 14)
-    left.running[0].send_signal(signal.SIGTERM)
+    left.send(signal.SIGTERM)
     assert left.exit_codes() == [STOPPED] * 3, left.everything()
     stopped = len(read_metrics(workdir))
     assert 14 <= stopped < STEPS
@@ -264,19 +256,13 @@ def started_in(url, folder, count, **settings):
     return SeveralProcesses(count, url, folder / "outputs", environments=machines, **settings)
 
 
-def wait_for(url, step, run):
-    deadline = time.monotonic() + SECONDS
-    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
-        while step not in checkpoints.steps():
-            assert time.monotonic() < deadline, run.everything()
-
-
 @pytest.mark.slow
 def test_a_run_in_a_bucket_survives_a_lost_machine(url, tmp_path, monkeypatch):
     store = BucketStore(BucketUrl.parsed(url))
     first = started_in(url, tmp_path / "first", 2)
-    wait_for(url, 10, first)
-    os.kill(first.running[1].pid, signal.SIGKILL)
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        first.reach(lambda: 10 in checkpoints.steps(), "step 10")
+    first.send(signal.SIGKILL, 1)
     codes = first.exit_codes()
     assert codes[0] == 3 and "because process 1 ended or stopped answering" in first.output(0)
 
@@ -299,35 +285,21 @@ def test_two_workdirs_in_buckets_are_refused(url, tmp_path):
     assert not BucketStore(BucketUrl.parsed(url)).list("checkpoints")
 
 
-UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
-1
-12
-The tasks have crashed. Check the task logs for an earlier error.
-"""
-UNREACHABLE = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the …"
-SILENT = """Terminating process because the JAX distributed service detected fatal errors. …
-absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
-
-RPC: /xla.coordination.CoordinationService/Heartbeat
-"""
-FATAL = "Terminating process because the JAX distributed service detected fatal errors. …"
-BARRIER = """# of tasks that reached the barrier: 2/3.
-The first task at the barrier: 1. Some timed out task names:
-2
- [type.googleapis.com/tensorflow.BarrierError='x']
-"""
+ABORTED = -signal.SIGABRT
+TEXT = Path(__file__).with_name("messages_of_jax.txt").read_text()
+JAX = dict(re.findall(r"^\[([A-Z]+)\]\n(.*?\n)(?=\[[A-Z]|\Z)", TEXT, re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize(
     ("returncode", "output", "exit_code", "message"),
     [
         (0, "", 0, ""),
-        (-signal.SIGABRT, UNHEALTHY, PEER_ENDED, "because processes 1, 12 ended or stopped"),
-        (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
-        (-signal.SIGABRT, SILENT, PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
-        (-signal.SIGABRT, FATAL, PEER_ENDED, "because another process ended or stopped"),
-        (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not reach a barrier"),
-        (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
+        (ABORTED, JAX["UNHEALTHY"], PEER_ENDED, "because processes 1, 12 ended or stopped"),
+        (ABORTED, JAX["UNREACHABLE"], PEER_ENDED, "because process 0, the coordinator, ended"),
+        (ABORTED, JAX["SILENT"], PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
+        (ABORTED, JAX["FATAL"], PEER_ENDED, "because another process ended or stopped"),
+        (ABORTED, JAX["BARRIER"], PEER_ENDED, "because process 2 did not reach a barrier"),
+        (ABORTED, "", 134, "process 3 was ended by SIGABRT"),
         (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for lack of memory"),
         (1, "Traceback …\nOSError: gone\n", FAILED, "process 3 failed: OSError: gone"),
     ],

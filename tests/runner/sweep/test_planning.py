@@ -23,7 +23,7 @@ from runner.sweep.folder import (
     read_sweep,
 )
 from runner.sweep.halving import halved, parsed_rungs
-from runner.sweep.points import check_paths, points_of
+from runner.sweep.points import points_of
 from runner.sweep.training import Total
 
 EXPERIMENT = """
@@ -100,12 +100,6 @@ def test_an_experiment_has_points_of_its_own(experiment):
 def test_invalid_sweeps_are_refused(experiment, function, axes, told):
     with pytest.raises(ConfigError, match=told):
         points_of(experiment, function, axes)
-
-
-def test_a_flag_may_not_set_what_the_points_do():
-    check_paths([{"seed": "1"}], ["steps=3"])
-    with pytest.raises(ConfigError, match=r"--fdl\.seed=… sets a parameter of the sweep"):
-        check_paths([{"seed": "1"}], ["steps=3", "seed=4"])
 
 
 ONE, TWO, THREE = ({"seed": str(seed)} for seed in (1, 2, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import fiddle as fdl
 import numpy as np
 import pytest
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 
 from lmlib.metrics.log import read_metrics
 from runner import convert, fit
@@ -20,7 +20,7 @@ ROOT = Path(configs.__file__).parents[2]
 
 
 def config(*overrides):
-    """Learning rates far too high, and what is only a little above the median is a spike."""
+    """The learning rate is far too high, and a loss just above the median is a spike."""
     cfg = configs.load(
         "experiments/llama_84m",
         ["tiny"],
@@ -41,10 +41,6 @@ def captured(tmp_path_factory):
     fit(config("guard.captures=1"), workdir)
     folders = [folder for folder in (workdir / "captures").iterdir() if folder.name.isdecimal()]
     return workdir, folders
-
-
-def made_again(folder):
-    return run_forked("-m", "runner.replay", folder)
 
 
 @pytest.mark.slow
@@ -73,9 +69,8 @@ def test_the_first_of_each_row_of_skipped_updates_is_captured(captured):
 def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
     """Also when the run is gone."""
     _, folders = captured
-    shutil.copytree(folders[-1], tmp_path / folders[-1].name)
-    done = made_again(tmp_path / folders[-1].name)
-    assert done.returncode == 0, done.stderr
+    copy = shutil.copytree(folders[-1], tmp_path / folders[-1].name)
+    done = succeeded("-m", "runner.replay", copy)
     assert len(re.findall("same bits$", done.stdout, re.MULTILINE)) == 5
     loss = read_capture(folders[-1]).line["loss"]
     assert re.search(rf"^loss +{re.escape(f'{loss:.9g}')} ", done.stdout, re.MULTILINE)
@@ -86,13 +81,12 @@ def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
 @pytest.mark.slow
 def test_a_step_with_another_result_is_reported(captured, tmp_path):
     _, folders = captured
-    copy = tmp_path / folders[0].name
-    shutil.copytree(folders[0], copy)
+    copy = shutil.copytree(folders[0], tmp_path / folders[0].name)
     facts = json.loads((copy / "capture.json").read_text())
     facts["line"]["loss"] += 0.25
     facts["jax_settings"]["JAX_THREEFRY_PARTITIONABLE"] = "false"
     (copy / "capture.json").write_text(json.dumps(facts))
-    done = made_again(copy)
+    done = run_forked("-m", "runner.replay", copy)
     assert done.returncode == 1, done.stderr
     assert re.search(r"^loss .* differs$", done.stdout, re.MULTILINE)
     settings = "JAX_THREEFRY_PARTITIONABLE was false and is true"
@@ -109,8 +103,7 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
     line = read_capture(folder).line
     assert not np.isfinite([line["loss"], line["grad_norm"]]).all()
     assert not (folder / "checkpoints").exists()  # there was none yet
-    done = made_again(folder)
-    assert done.returncode == 0, done.stderr
+    done = succeeded("-m", "runner.replay", folder)
     assert "the first number that is not finite is in " in done.stdout
 
 
@@ -124,8 +117,6 @@ def test_a_step_after_weights_that_were_brought_in_is_made_again(tmp_path):
         fit(cfg, workdir)
     (capture,) = (workdir / "captures").iterdir()
     assert [each.name for each in (capture / "checkpoints").iterdir()] == ["0"]
-    copy = tmp_path / capture.name
-    shutil.move(capture, copy)
+    copy = shutil.move(capture, tmp_path / capture.name)
     shutil.rmtree(workdir)
-    done = made_again(copy)
-    assert done.returncode == 0, done.stderr
+    succeeded("-m", "runner.replay", copy)

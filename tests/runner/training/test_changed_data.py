@@ -17,11 +17,7 @@ from lmlib.data.stages import Stages
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from runner.processes.agreement import difference_of_reads
-from runner.training.data_probe import (
-    changed,
-    probe,
-    read_by_this_process,
-)
+from runner.training.data_probe import changed, probe, read_by_this_process
 
 DOCUMENTS = [[number % 250 + 1] * (number % 7 + 1) for number in range(200)]
 
@@ -45,12 +41,7 @@ def test_the_same_data_elsewhere_is_no_change(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"seed": 1},
-        {"packed": False},
-        {"attend_across_documents": True},
-        {"reset_positions": False},
-    ],
+    [{"seed": 1}, {"packed": False}, {"attend_across_documents": True}, {"reset_positions": False}],
     ids=str,
 )
 def test_another_order_is_a_change(folder, settings):

@@ -99,10 +99,7 @@ def test_prompts_are_continued_while_training_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (
-            WithoutBeginning,
-            "ValueError: prompt 0 is empty; every prompt needs at least one token",
-        ),
+        (WithoutBeginning, "ValueError: prompt 0 is empty; every prompt needs at least one token"),
         (Synthetic, "ConfigError: Synthetic knows no tokenizer"),
     ],
 )

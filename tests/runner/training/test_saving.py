@@ -14,7 +14,8 @@ import pytest
 from sentinels import sentinels
 from small_experiment import small
 
-from lmlib.checkpoint import Checkpoints, folders
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
@@ -43,12 +44,12 @@ class Disturbing(Synthetic):
         elsewhere = self._checkpoints.with_name("elsewhere")
         match self._do.get(step):
             case "away":
-                self._until(lambda: saved_steps(self._checkpoints) == [10])
+                self._until(lambda: steps_in(self._checkpoints) == [10])
                 self._checkpoints.rename(elsewhere)
             case "back":
                 elsewhere.rename(self._checkpoints)
             case "delete":
-                self._until(lambda: saved_steps(self._checkpoints) == [10])
+                self._until(lambda: steps_in(self._checkpoints) == [10])
                 gone = self._checkpoints.parent.with_name("gone")  # all files go at once
                 self._checkpoints.parent.rename(gone)
                 shutil.rmtree(gone)
@@ -58,10 +59,6 @@ class Disturbing(Synthetic):
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    return folders.steps_in(checkpoints)
 
 
 def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
@@ -79,7 +76,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
     assert "was deleted or moved" in told
     assert "Training continues without that checkpoint, and stops if 2 more fail" in told
     assert [line["step"] for line in result.metrics] == list(range(1, 21))
-    assert saved_steps(tmp_path / "checkpoints") == [20]  # what came back was counted again
+    assert steps_in(tmp_path / "checkpoints") == [20]  # what came back was counted again
 
 
 @pytest.mark.slow
@@ -88,7 +85,7 @@ def test_too_many_failed_saves_stop_the_run(tmp_path):
     with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*The last 2 saves failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
-    assert saved_steps(tmp_path / "checkpoints") == [10]
+    assert steps_in(tmp_path / "checkpoints") == [10]
     again = fit(disturbed(tmp_path, {}, "steps=20"), tmp_path)
     assert [line["step"] for line in again.metrics] == list(range(1, 21))
 
@@ -97,7 +94,7 @@ def test_too_many_failed_saves_stop_the_run(tmp_path):
 def test_a_deleted_workdir_is_reported(tmp_path):
     workdir = tmp_path / "run"
     cfg = disturbed(workdir, {13: "delete"})
-    with pytest.raises(WorkdirLost, match=f"^{workdir} was deleted or moved while") as told:
+    with pytest.raises(WorkdirLost, match=f"^{workdir} was deleted or moved during") as told:
         fit(cfg, workdir)
     assert exit_code(told.value) == FAILED
     assert not workdir.exists()
@@ -118,7 +115,7 @@ def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, m
     with pytest.raises(WorkdirLost, match="lock was deleted"):
         fit(small("steps=4", "checkpoints.every=2"), tmp_path)
     assert lost
-    assert saved_steps(tmp_path / "checkpoints") == []
+    assert steps_in(tmp_path / "checkpoints") == []
     assert not (tmp_path / "result.json").exists()
 
 
@@ -148,13 +145,8 @@ def breaking_down(of_the_state: bool, *overrides: str):
 
 @pytest.mark.slow
 def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_stays(tmp_path):
-    settings = (
-        "checkpoints.every=2",
-        "checkpoints.keep=1",
-        "guard.captures=0",
-        "guard.stop_after=3",
-    )
-    cfg = breaking_down(False, *settings)
+    settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
+    cfg = breaking_down(False, *settings, "guard.stop_after=3")
     with pytest.raises(TrainingStopped) as stopped:
         fit(cfg, tmp_path)
     assert "3 updates in a row were skipped, up to step 8" in str(stopped.value)
@@ -171,10 +163,10 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
 def test_a_restart_keeps_the_checkpoint_from_before_skipped_updates(tmp_path):
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
-    assert saved_steps(tmp_path / "checkpoints") == [4, 8]
+    assert steps_in(tmp_path / "checkpoints") == [4, 8]
     with pytest.raises(TrainingStopped, match="from before them is step 4: continue from it"):
         fit(breaking_down(False, *settings), tmp_path)
-    assert saved_steps(tmp_path / "checkpoints") == [4, 14]
+    assert steps_in(tmp_path / "checkpoints") == [4, 14]
 
 
 @pytest.mark.slow
@@ -183,7 +175,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
     told = r"step 10 is not saved: optimizer\.1\.1 holds numbers that are not finite"
     with pytest.raises(TrainingStopped, match=f"the last checkpoint could not be saved: {told}"):
         fit(cfg, tmp_path)
-    assert saved_steps(tmp_path / "checkpoints") == [5]
+    assert steps_in(tmp_path / "checkpoints") == [5]
     assert "WARNING: step 10 is not saved: optimizer.1.1 holds" in capsys.readouterr().err
 
 
@@ -213,7 +205,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tm
     with pytest.raises(RuntimeError, match="out of memory, say"):
         fit(cfg, tmp_path)
     evaluated = 2 * fails  # the step
-    assert saved_steps(tmp_path / "checkpoints")[-1] == evaluated
+    assert steps_in(tmp_path / "checkpoints")[-1] == evaluated
     (line,) = read_metrics(tmp_path)[evaluated - 1 :]
     assert line["step"] == evaluated and "evaluation_loss" not in line
 

@@ -10,6 +10,8 @@ import pytest
 from folder_contents import files_of
 from sentinels import sentinels
 from small_experiment import small
+from small_folder import assert_same_weights
+from states import target_of
 
 from lmlib.checkpoint import Checkpoints
 from runner import Options, fit
@@ -26,25 +28,17 @@ def trained(tmp_path_factory):
     return fit(small("steps=3"), workdir), workdir
 
 
-def weights(state):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state.model)]
-
-
 def test_a_run_begins_with_the_weights_of_another_alone(trained, tmp_path):
     result, other = trained
     options = Options(init_from=f"{other}@3")
     warm = fit(small("data.seed=5", "optimizer.peak_lr=1e-9", "steps=4"), tmp_path, options)
-    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in weights(result.state)))
+    leaves = jax.tree.leaves(result.state.model)
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves))
     assert warm.metrics[0]["parameter_norm"] == pytest.approx(norm, rel=1e-6)
-    for one, before in zip(weights(warm.state), weights(result.state), strict=True):
-        np.testing.assert_allclose(one, before, atol=1e-7)  # at such a learning rate
+    assert_same_weights(warm.state.model, result.state.model, atol=1e-7)  # at this learning rate
     assert [line["step"] for line in warm.metrics] == [1, 2, 3, 4]
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
-        target = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-            warm.state,
-        )
-        _, notes = checkpoints.restore(4, target)
+        _, notes = checkpoints.restore(4, target_of(warm.state))
     assert notes["initialised_from"] == f"{other / 'checkpoints'}@3"
 
 

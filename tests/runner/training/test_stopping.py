@@ -6,18 +6,10 @@ import time
 from random import Random
 
 import pytest
+from fault_injection import moments
 from fault_injection.comparison import difference, difference_at_end
 from fault_injection.job import Job
 from fault_injection.kinds import EVERYTHING
-from fault_injection.moments import (
-    EVALUATING,
-    LOADING,
-    RESTORING,
-    SAVING,
-    STARTING,
-    STEPPING,
-    Moment,
-)
 from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
@@ -161,16 +153,8 @@ STEPS = "steps=40"
 TRIES = 4  # on a busy machine a kill may come late
 # The first two leave a checkpoint, so that there is one to restore.
 MOMENTS = (
-    SAVING,
-    STEPPING,
-    EVALUATING,
-    RESTORING,
-    SAVING,
-    LOADING,
-    EVALUATING,
-    SAVING,
-    STARTING,
-    RESTORING,
+    *(moments.SAVING, moments.STEPPING, moments.EVALUATING, moments.RESTORING, moments.SAVING),
+    *(moments.LOADING, moments.EVALUATING, moments.SAVING, moments.STARTING, moments.RESTORING),
 )
 
 
@@ -194,7 +178,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     assert difference_at_end(job, undisturbed) == ""
 
 
-def kill(job: Job, undisturbed: Job, moment: Moment, random: Random) -> bool:
+def kill(job: Job, undisturbed: Job, moment: moments.Moment, random: Random) -> bool:
     """Starts the run and kills it; whether it was killed at that moment, and not just after."""
     newest = job.newest_checkpoint()
     attempt = job.start(fresh=moment.fresh)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from bigram import Bigram
 from byte_texts import write_texts
-from forked_processes import run_forked
+from forked_processes import run_forked, succeeded
 from run_on_bytes import write_run_on_bytes
+from small_folder import assert_same_weights
 from states import assert_same_bits, cut_short
 
 from lmlib import hf
@@ -92,9 +93,7 @@ def test_the_teacher_of_a_folder_is_read_again_at_each_start(tmp_path):
     shutil.copytree(LLAMA, folder)
     cfg = config_of_folder(folder)
     whole = fit(cfg, tmp_path / "run")
-    leaves = map(jax.tree.leaves, (whole.state.reference_model, hf.load(folder)))
-    for one, other in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(whole.state.reference_model, hf.load(folder))
     resumed = fit(cfg, cut_short(tmp_path / "run", 1, tmp_path / "killed"))
     assert_same_bits(resumed.state, whole.state)
 
@@ -134,7 +133,6 @@ def test_a_reference_is_read_as_a_teacher_is(tmp_path):
 
 
 V, S = 258, 24
-STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +144,7 @@ def data(tmp_path_factory):
 
 def student(data, taught=None, *overrides):
     cfg = configs.load(
-        "experiments/llama_84m", ["tiny"], [*STEPS, "mesh.fsdp=1", "microbatches=2", *overrides]
+        "experiments/llama_84m", ["tiny"], [*TWO_STEPS, "mesh.fsdp=1", "microbatches=2", *overrides]
     )
     cfg.model = fdl.Partial(Bigram, vocab=V, embed=8)
     settings = {"path": str(data), "split": "train", "sequence_length": S}
@@ -248,8 +246,7 @@ def test_the_command_writes_what_a_student_reads(tmp_path):
     cfg.model = configs.load(str(run)).model
     configs.save(cfg, tmp_path / "student")
     flags = [f"--from={run}", f"--fdl_config={tmp_path / 'student'}"]
-    ended = run_forked("-m", "runner.cache_teacher_logits", *flags, "--k=4")
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("-m", "runner.cache_teacher_logits", *flags, "--k=4")
     assert "lists 4 ids for each token" in ended.stdout
     assert run_forked("-m", "runner.cache_teacher_logits", *flags).returncode != 0  # it is finished
     unit = "nats per token (0.3 · cross-entropy + 0.7 · divergence)"

@@ -1,18 +1,19 @@
 """Whole runs: what they write and show, how they resume, and how they refuse."""
 
 import json
+import os
 import re
 import shutil
 import signal
-import time
 
+import fiddle as fdl
 import numpy as np
 import pytest
 from folder_contents import files_of
-from forked_processes import ForkedProcess, run_forked
-from states import assert_same_bits, without_times
+from forked_processes import succeeded
+from small_runs import SmallRun
+from states import assert_same_bits, cut_short, without_times
 
-from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import read_starts
 from lmlib.terminal.table import WIDTH
@@ -22,6 +23,7 @@ from runner.errors import ConfigError
 from runner.training.report import Summary
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
+TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32")
 
 
@@ -56,6 +58,11 @@ def test_a_run_describes_itself(undisturbed):
         [line["valid_tokens"] for line in lines]
     ).tolist()
     assert lines == result.metrics
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    assert result.summary.validation_loss < lines[0]["loss"]
+    data = fdl.build(tiny().data)
+    counted = [int(data.batch(step).loss_mask.sum()) for step in range(20)]
+    assert [line["valid_tokens"] for line in lines] == counted
     assert sorted(path.name for path in workdir.iterdir()) == [
         *("checkpoints", "config.json", "config.txt", "goodput.json", "metrics.jsonl"),
         *("report.html", "result.json", "run.log", "settings.json", "starts", "tensorboard"),
@@ -67,18 +74,6 @@ def test_a_run_describes_itself(undisturbed):
     for line in (lines[9], lines[19]):
         assert f"step {line['step']}/20  evaluation loss {line['evaluation_loss']:.4f}" in log
     assert " s initialisation, " in log and "restore" not in log
-
-
-@pytest.mark.several_devices
-def test_training_learns_from_all_tokens_of_the_source(undisturbed):
-    result, _ = undisturbed
-    losses = [line["loss"] for line in result.metrics]
-    assert losses[-1] < losses[0] - 0.3
-    assert result.summary.validation_loss < losses[0]
-    data = tiny().data
-    source = Synthetic(512, data.batch_size, data.sequence_length)
-    counted = [int(source.batch(step).loss_mask.sum()) for step in range(20)]
-    assert [line["valid_tokens"] for line in result.metrics] == counted
 
 
 @pytest.mark.several_devices
@@ -107,12 +102,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
 )
 def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, mesh, sizes, tmp_path):
     expected, whole = undisturbed
-    parted = tmp_path / "parted"
-    # As if it had been killed after step 10: no later checkpoint, no result.
-    shutil.copytree(whole, parted)
-    shutil.rmtree(parted / "checkpoints" / "20")
-    (parted / "result.json").unlink()
-    found = fit(tiny(*mesh, "compute.dtype=float32"), parted)
+    found = fit(tiny(*mesh, "compute.dtype=float32"), cut_short(whole, 10, tmp_path / "parted"))
     there = found.state.model.stack.patterns[0][0].mlp.up.sharding.mesh.shape
     assert {axis: size for axis, size in there.items() if size > 1} == sizes
     assert without_times(found.metrics)[:10] == without_times(expected.metrics)[:10]
@@ -123,37 +113,29 @@ def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, mesh, sizes,
     assert [line["loss"] for line in found.metrics] != [line["loss"] for line in expected.metrics]
 
 
-def start(workdir, output):
-    with output.open("w") as file:
-        return ForkedProcess(
-            *("-m", "runner", "--fdl_config=experiments/llama_84m", "--fiddler=tiny"),
-            *(f"--fdl.{override}" for override in (*MESH, "checkpoints.every=4")),
-            f"--workdir={workdir}",
-            stdout=file,
-            stderr=file,
-        )
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, tmp_path):
     expected, _ = undisturbed
-    workdir, output = tmp_path / "run", tmp_path / "output"
-    run = start(workdir, output)
-    deadline = time.monotonic() + 240
-    while len(read_metrics(workdir)) < 9:
-        assert run.poll() is None, output.read_text()
-        assert time.monotonic() < deadline
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    workdir = tmp_path / "run"
+
+    def start():
+        # All the simulated devices of this process, as `undisturbed` has.
+        flags = {"environment": {"XLA_FLAGS": os.environ["XLA_FLAGS"]}, "experiment": TINY}
+        return SmallRun(workdir, *MESH, "checkpoints.every=4", **flags)
+
+    run = start()
+    run.reach(lambda: len(read_metrics(workdir)) >= 9, "nine steps")
+    run.kill()
+    assert run.exit_code() == -signal.SIGKILL
     resumed_from = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
     assert resumed_from >= 4
     made = read_metrics(workdir)[-1]["step"]
-    finished = start(workdir, output)
-    assert finished.wait(240) == 0, output.read_text()
+    finished = start()
+    assert finished.exit_code() == 0, finished.output()
     if resumed_from < 20:
-        assert re.search(r"resuming after step \d+ of 20", output.read_text())
+        assert re.search(r"resuming after step \d+ of 20", finished.output())
     starts, _ = read_starts(workdir)
-    assert len(starts) == 2 and "in 2 starts" in output.read_text()
+    assert len(starts) == 2 and "in 2 starts" in finished.output()
     assert (starts[1].seconds["repeated steps"] > 0) == (made > resumed_from)
     # Compared with what a process of the same kind draws: same mesh, same bits.
     assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
@@ -164,30 +146,21 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
 @pytest.mark.several_devices
 def test_a_checkpoint_of_another_model_is_refused(undisturbed):
     _, workdir = undisturbed
-
-    def on_disk():
-        return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-
-    before = on_disk()
+    before = files_of(workdir)
     other_model = tiny(*MESH, "model.embed=128", "steps=30")
     with pytest.raises(ConfigError, match=r"model.embed changed since the run"):
         fit(other_model, workdir)
     with pytest.raises(ConfigError, match=r"embedding as float32\[512, 64\]"):
         fit(other_model, workdir, Options(allowed_changes=["model"]))
-    assert on_disk() == before
+    assert files_of(workdir) == before
 
 
 @pytest.mark.slow
 def test_the_command_line_profiles_and_dumps(tmp_path):
-    done = run_forked(
-        *("-m", "runner", "--fdl_config=experiments/llama_84m"),
-        "--fiddler=tiny",
-        f"--workdir={tmp_path}",
-        "--fdl.steps=4",
-        "--profile=2:3",
+    done = succeeded(
+        *("-m", "runner", *TINY, f"--workdir={tmp_path}", "--fdl.steps=4", "--profile=2:3"),
         "--dump_hlo",
     )
-    assert done.returncode == 0, done.stderr
     assert list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))
     assert re.search(
         r"^a step of [\d.,]+ ms on each device, mean of 2 on ", done.stderr, re.MULTILINE

@@ -81,13 +81,6 @@ def test_a_base_read_into_8_bits_equals_the_quantized_base():
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
-@pytest.fixture
-def settings_alone(tmp_path):
-    """A folder whose tensors nobody can have read."""
-    shutil.copy(LLAMA / "config.json", tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     sentinels(
@@ -104,38 +97,25 @@ def settings_alone(tmp_path):
         lambda case: case[0] in ("model.layers=2", "model.rope_theta=7.0"),
     ),
 )
-def test_another_architecture_is_refused_by_names_and_values(settings_alone, override, told):
+def test_another_architecture_is_refused_by_names_and_values(tmp_path, override, told):
+    shutil.copy(LLAMA / "config.json", tmp_path)  # no tensors, so that nobody can read them
     experiment = fdl.build(config(LLAMA, override))
     with pytest.raises(ConfigError) as error:
-        taken(str(settings_alone), experiment)
-    refused = f"the weights of {settings_alone}: its model differs from this experiment's"
+        taken(str(tmp_path), experiment)
+    refused = f"the weights of {tmp_path}: its model differs from this experiment's"
     assert refused in str(error.value)
     assert told in str(error.value)
 
 
-@pytest.fixture
-def with_tokenizer(tmp_path):
-    """A folder with a tokenizer, and experiments whose data was made with it and with another."""
-    folder = tmp_path / "folder"
-    shutil.copytree(LLAMA, folder)
+def test_another_tokenizer_is_refused(tmp_path):
+    folder, text = shutil.copytree(LLAMA, tmp_path / "folder"), "{ }"
     (folder / "tokenizer.json").write_text("{}")
-    experiments = []
-    for name, text in (("same", "{}"), ("other", "{ }")):
-        identity = TokenizerIdentity(name, hashlib.sha256(text.encode()).hexdigest())
-        write_ids(
-            tmp_path / name, [[1] * 70], vocab_size=62, tokenizer=identity, tokenizer_json=text
-        )
-        cfg = config(folder)
-        sizes = {"batch_size": 2, "sequence_length": 8}
-        cfg.data = fdl.Config(FlatTokens, path=str(tmp_path / name), split="train", **sizes)
-        experiments.append(fdl.build(cfg))
-    return folder, *experiments
-
-
-def test_another_tokenizer_is_refused(with_tokenizer):
-    folder, _, other = with_tokenizer
+    other = TokenizerIdentity("other", hashlib.sha256(text.encode()).hexdigest())
+    write_ids(tmp_path / "data", [[1] * 70], vocab_size=62, tokenizer=other, tokenizer_json=text)
+    cfg = config(folder)
+    cfg.data = fdl.Config(FlatTokens, str(tmp_path / "data"), "train", 2, 8)
     with pytest.raises(ConfigError, match=r"other'.*its ids mean other texts.*--allow_change=data"):
-        taken(str(folder), other)
+        taken(str(folder), fdl.build(cfg))
 
 
 def losses(result):
@@ -185,6 +165,7 @@ def test_a_config_from_a_folder_is_saved_completely(name, tmp_path):
     assert one.func is other.func and one.keywords.items() <= other.keywords.items()
 
 
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1")
 
 
@@ -213,15 +194,8 @@ def distilled(teacher, data):
     return cfg
 
 
-def close(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
-
-
 def first_weights(cfg):
-    experiment = fdl.build(cfg)
-    wanted = LoadTarget(experiment.recipe, experiment.mesh, experiment.data)
-    return read_weights(experiment.init_from, wanted)[0]
+    return taken(cfg.init_from, fdl.build(cfg))[0]
 
 
 def reference_model(cfg):
@@ -263,11 +237,11 @@ def test_a_run_with_adapters_can_be_the_base_of_each_experiment(run, tmp_path):
         first_weights(other)
     preferring = based("dpo", adapted, data)
     assert_same_weights(first_weights(preferring), trained)
-    close(reference_model(preferring), base)
+    assert_same_weights(reference_model(preferring), base, **CLOSE)
     assert_same_weights(reference_model(distilled(adapted, data)), trained)
     plain = configs.load(str(workdir))
     plain.init_from, plain.mesh.data = str(adapted), 1
-    close(first_weights(plain), base)
+    assert_same_weights(first_weights(plain), base, **CLOSE)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ class Job:
         attempt = Attempt(self, [self.scratch / name for name in names])
         settings = {"fresh": fresh, "cwd": self.scratch, "environment": self._variables()}
         for n, command in enumerate(commands):
-            attempt.start(n, *command, **settings)
+            attempt.start(n, "-m", *command, **settings)
         return attempt
 
     def keep_programs(self) -> None:
