@@ -104,7 +104,7 @@ class Documents:
         row = self.field.row(record, f"{self.what}, record {number}")
         if row.text is not None:
             try:
-                self.tokenizer.encoder.size(row.text)
+                self.tokenizer.size(row.text)
                 return row.text
             except ValueError as error:
                 row = row._replace(problem=str(error))

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_tools.encoders.encoder import Encoder, utf8_size
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, chat_of
+from data_tools.tokenizer import MAX_TEXT_BYTES, Tokenizer, utf8_size
 from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
 from lmlib.data.text import read_tokenizer, tokenizers_errors
-
-_MOST_BYTES = 1 << 20  # of a text; bounds the memory
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,11 @@ class Plain:
     Response and EOS are targets. Names of special tokens are text.
     """
 
-    def __init__(self, encoder: Encoder, bos_id: int | None, eos_id: int | None) -> None:
-        self._encoder = encoder
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._before, self._after = (
-            np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
+            np.array([] if id is None else [id], np.uint32)
+            for id in (tokenizer.bos_id, tokenizer.eos_id)
         )
 
     def of_row(self, chats: Sequence[Chat]) -> list[Document]:
@@ -51,7 +50,7 @@ class Plain:
                 "it is not one prompt and one response, and the tokenizer has no chat template: "
                 "give one with --template"
             )
-        prompt, response = self._encoder.encode(both)
+        prompt, response = self._tokenizer.encode_batch(both)
         ids = np.concatenate([self._before, prompt, response, self._after])
         is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
         return Document(ids, is_target, sum(len(text.encode()) for text in both))
@@ -212,8 +211,8 @@ class MarkedEncoder:
     def encode(self, text: str) -> Tokens:
         """Returns the tokens; raises ValueError for a lone surrogate or a text that is too long."""
         size = utf8_size(text)
-        if size > _MOST_BYTES:
-            raise ValueError(f"has {size:,} bytes of text, more than {_MOST_BYTES:,}: cut it")
+        if size > MAX_TEXT_BYTES:
+            raise ValueError(f"has {size:,} bytes of text, more than {MAX_TEXT_BYTES:,}: cut it")
         if self._tokenizer is None:
             return _bytes_of(text)
         with tokenizers_errors(f"`tokenizers` cannot encode {text!r:.60}"):
