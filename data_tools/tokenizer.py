@@ -41,6 +41,14 @@ class Tokenizer:
         """The type of the ids on disk."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
+    @property
+    def framing(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids (uint32) before and after each document, at most one each."""
+        before, after = (
+            np.array([] if id is None else [id], np.uint32) for id in (self.bos_id, self.eos_id)
+        )
+        return before, after
+
     def size(self, text: str) -> int:
         """Returns the UTF-8 bytes of `text`.
 
@@ -132,12 +140,7 @@ class JsonTokenizer(Tokenizer):
 
     def size(self, text: str) -> int:
         """See `Tokenizer.size`."""
-        size = utf8_size(text)
-        if size > MAX_TEXT_BYTES:
-            raise ValueError(
-                f"has {size:,} bytes of text, more than {MAX_TEXT_BYTES:,}: cut it into several"
-            )
-        return size
+        return bounded_size(text)
 
     def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
         """See `Tokenizer.encode_batch`; runs `tokenizers` on small batches, to bound the memory."""
@@ -165,6 +168,16 @@ def utf8_size(text: str) -> int:
         raise ValueError(
             f"holds a lone surrogate at character {error.start}, which UTF-8 cannot express"
         ) from None
+
+
+def bounded_size(text: str) -> int:
+    """Returns `utf8_size`; raises ValueError for more than MAX_TEXT_BYTES too."""
+    size = utf8_size(text)
+    if size > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"has {size:,} bytes of text, more than {MAX_TEXT_BYTES:,}: cut it into several"
+        )
+    return size
 
 
 def _batches(texts: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:

@@ -130,10 +130,7 @@ class TextRecipe:
                 if self.gzip_baseline:
                     compressed.append(len(gzip.compress(row.text.encode(), 9)))
         dtype = self.tokenizer.dtype
-        before, after = (
-            np.array([] if token is None else [token], dtype)
-            for token in (self.tokenizer.bos_id, self.tokenizer.eos_id)
-        )
+        before, after = self.tokenizer.framing
         documents = self.tokenizer.encode_batch(texts)
         pieces = [piece for ids in documents for piece in (before, ids, after)]
         nothing = np.zeros(0, dtype)
