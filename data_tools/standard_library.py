@@ -159,17 +159,16 @@ def made_whole(folder: Path) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _SECONDS_OF_A_DAY:
                 shutil.rmtree(left, ignore_errors=True)
-    making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
-    try:
-        yield making
-        making.chmod(0o755)  # temporary folders are private by default
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.making-", dir=folder.parent, ignore_cleanup_errors=True
+    ) as making:
+        yield Path(making)
+        os.chmod(making, 0o755)  # temporary folders are private by default
         try:
-            making.rename(folder)
+            os.rename(making, folder)
         except OSError:
             if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
 
 
 def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) -> str:

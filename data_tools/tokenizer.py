@@ -4,19 +4,21 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_tools.encoders import make_encoder
-from data_tools.encoders.encoder import Encoder
 from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
 from lmlib.storage.hub_cache import check_within_folder
 from lmlib.storage.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+
+# `tokenizers` takes about 120 bytes of memory per byte of ordinary text, at most 380 (measured).
+MAX_TEXT_BYTES = 1 << 24  # of one text
+_BATCH_BYTES = 1 << 20  # of several texts
 
 # The names of these tokens in common tokenizers, tried in order if they are not configured.
 _FRAMING_NAMES = {
@@ -34,14 +36,33 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
 
-    @cached_property
-    def encoder(self) -> Encoder:
-        """Returns the encoder, which can be sent to other processes. Creating it takes a second."""
-        return make_encoder(self.tokenizer_json)
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the ids on disk."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    @property
+    def framing(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids (uint32) before and after each document, at most one each."""
+        before, after = (
+            np.array([] if id is None else [id], np.uint32) for id in (self.bos_id, self.eos_id)
+        )
+        return before, after
+
+    def size(self, text: str) -> int:
+        """Returns the UTF-8 bytes of `text`.
+
+        Raises ValueError, with the end of a sentence about the text, if it contains a lone
+        surrogate or would take too much memory to encode.
+        """
+        return utf8_size(text)
 
     def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (uint32) of each document, without framing; see `Encoder.encode`."""
-        return self.encoder.encode(documents)
+        """Returns the ids (uint32) of each document, without framing.
+
+        Raises ValueError for a text that `size` refuses.
+        """
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without special tokens."""
@@ -55,6 +76,12 @@ class ByteTokenizer(Tokenizer):
         self.identity = BYTE_TOKENIZER
         self.tokenizer_json = None
         self.vocab_size, self.bos_id, self.eos_id = 258, 256 if bos else None, 257
+
+    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer.encode_batch`."""
+        for text in documents:
+            self.size(text)  # raises for a lone surrogate
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in documents]
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
@@ -107,10 +134,64 @@ class JsonTokenizer(Tokenizer):
         if bos_token is None and self.bos_id == self.eos_id:
             self.bos_id = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self._tokenizer.encode_special_tokens = True  # which its own pickling forgets
+
+    def size(self, text: str) -> int:
+        """See `Tokenizer.size`."""
+        return bounded_size(text)
+
+    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer.encode_batch`; runs `tokenizers` on small batches, to bound the memory."""
+        encoded = []
+        for batch in _batches(documents, [self.size(text) for text in documents]):
+            what = f"`tokenizers` cannot encode a batch that begins {batch[0][:40]!r}"
+            with tokenizers_errors(f"leave the text out or cut it: {what}"):
+                found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            encoded += [np.array(encoding.ids, np.uint32) for encoding in found]
+        return encoded
+
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
         with tokenizers_errors(f"{self.identity.name} cannot decode"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def utf8_size(text: str) -> int:
+    """Returns the UTF-8 bytes of `text`; raises ValueError for a lone surrogate."""
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"holds a lone surrogate at character {error.start}, which UTF-8 cannot express"
+        ) from None
+
+
+def bounded_size(text: str) -> int:
+    """Returns `utf8_size`; raises ValueError for more than MAX_TEXT_BYTES too."""
+    size = utf8_size(text)
+    if size > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"has {size:,} bytes of text, more than {MAX_TEXT_BYTES:,}: cut it into several"
+        )
+    return size
+
+
+def _batches(texts: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
+    """Yields the texts in lists of at most `_BATCH_BYTES`, or of one text."""
+    batch: list[str] = []
+    batch_size = 0
+    for text, size in zip(texts, sizes, strict=True):
+        if batch and batch_size + size > _BATCH_BYTES:
+            yield batch
+            batch, batch_size = [], 0
+        batch.append(text)
+        batch_size += size
+    if batch:
+        yield batch
 
 
 def framing_tokens(names: Collection[str]) -> dict[str, str]:

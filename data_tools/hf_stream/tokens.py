@@ -104,7 +104,7 @@ class Documents:
         row = self.field.row(record, f"{self.what}, record {number}")
         if row.text is not None:
             try:
-                self.tokenizer.encoder.size(row.text)
+                self.tokenizer.size(row.text)
                 return row.text
             except ValueError as error:
                 row = row._replace(problem=str(error))
@@ -118,10 +118,7 @@ class Documents:
         order = np.arange(len(texts))
         if self.seed is not None:
             order = permute(order, len(texts), seed=self.seed, epoch=start.block)
-        begin_N, end_N = (
-            np.array([] if token is None else [token], np.int32)
-            for token in (self.tokenizer.bos_id, self.tokenizer.eos_id)
-        )
+        begin_N, end_N = self.tokenizer.framing
         for first in range(start.document, len(texts), DOCUMENTS_AT_A_TIME):
             some = enumerate(order[first : first + DOCUMENTS_AT_A_TIME], start=first)
             usable = {number: text for number, i in some if (text := texts[i]) is not None}
@@ -129,7 +126,7 @@ class Documents:
             yield [
                 _Document(
                     replace(start, document=number, token=0),
-                    np.concatenate([begin_N, ids_N.astype(np.int32), end_N]),
+                    np.concatenate([begin_N, ids_N, end_N]).astype(np.int32),
                 )
                 for number, ids_N in zip(usable, encoded, strict=True)
             ]

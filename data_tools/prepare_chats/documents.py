@@ -1,7 +1,6 @@
 """Encodes conversations as tokens with a loss mask, by a chat template or plainly."""
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_tools.encoders.encoder import Encoder, utf8_size
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, chat_of
+from data_tools.tokenizer import Tokenizer, bounded_size
 from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
 from lmlib.data.text import read_tokenizer, tokenizers_errors
-
-_MOST_BYTES = 1 << 20  # of a text; bounds the memory
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,8 @@ class Plain:
     Response and EOS are targets. Names of special tokens are text.
     """
 
-    def __init__(self, encoder: Encoder, bos_id: int | None, eos_id: int | None) -> None:
-        self._encoder = encoder
-        self._before, self._after = (
-            np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
-        )
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def of_row(self, chats: Sequence[Chat]) -> list[Document]:
         """Returns the documents of a conversation or pair; raises ValueError for a bad row."""
@@ -51,9 +45,10 @@ class Plain:
                 "it is not one prompt and one response, and the tokenizer has no chat template: "
                 "give one with --template"
             )
-        prompt, response = self._encoder.encode(both)
-        ids = np.concatenate([self._before, prompt, response, self._after])
-        is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
+        prompt, response = self._tokenizer.encode_batch(both)
+        before, after = self._tokenizer.framing
+        ids = np.concatenate([before, prompt, response, after])
+        is_target = np.arange(len(ids)) >= len(before) + len(prompt)
         return Document(ids, is_target, sum(len(text.encode()) for text in both))
 
 
@@ -201,19 +196,16 @@ class MarkedEncoder:
         self._tokenizer = None
         self.special: dict[int, str] = {}  # names of special tokens
         if tokenizer_json is not None:
-            read_tokenizer(tokenizer_json)  # raises if it is not a tokenizer
+            self._tokenizer = read_tokenizer(tokenizer_json)
             # A post-processor would shift the character offsets of tokens that begin with a space.
-            content = json.loads(tokenizer_json) | {"post_processor": None}
-            self._tokenizer = read_tokenizer(json.dumps(content))
+            self._tokenizer.post_processor = None
             self._tokenizer.encode_special_tokens = False
             added = self._tokenizer.get_added_tokens_decoder()
             self.special = {id: str(token) for id, token in added.items() if token.special}
 
     def encode(self, text: str) -> Tokens:
         """Returns the tokens; raises ValueError for a lone surrogate or a text that is too long."""
-        size = utf8_size(text)
-        if size > _MOST_BYTES:
-            raise ValueError(f"has {size:,} bytes of text, more than {_MOST_BYTES:,}: cut it")
+        bounded_size(text)
         if self._tokenizer is None:
             return _bytes_of(text)
         with tokenizers_errors(f"`tokenizers` cannot encode {text!r:.60}"):

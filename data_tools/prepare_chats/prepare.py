@@ -73,7 +73,7 @@ def prepare_chats(
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
     folder, digest = OutFolder.of(out), None
     if template is None:
-        documents: Plain | Templated = Plain(tokenizer.encoder, *framing)
+        documents: Plain | Templated = Plain(tokenizer)
     else:
         documents = templated = Templated(template, now, tokenizer.tokenizer_json)
         # For held-out conversations the user has been warned already.
@@ -87,7 +87,6 @@ def prepare_chats(
         content = [dict(template.sources), dict(template.special_tokens)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         write_chat_template(folder.path, template)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     recorded = {
         "template_sha256": digest,
         "date": f"{now:%Y-%m-%d}",
@@ -96,7 +95,7 @@ def prepare_chats(
     }
     write_shard(
         source,
-        ChatRecipe(documents, dtype, field, part, max_length, overflow),
+        ChatRecipe(documents, tokenizer.dtype, field, part, max_length, overflow),
         tokenizer,
         folder,
         split,

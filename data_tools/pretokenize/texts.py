@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from data_tools.command_line import Progress, no_progress
-from data_tools.encoders.encoder import Encoder
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
 from data_tools.pretokenize.out_folder import OutFolder
@@ -75,9 +74,7 @@ def pretokenize_shard(
             f"cannot tell which token of {tokenizer.identity.name} ends a document: name it with "
             "--eos_token"
         )
-    framing = (tokenizer.bos_id, tokenizer.eos_id)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    recipe = TextRecipe(tokenizer.encoder, *framing, dtype, source.field, part, gzip_baseline)
+    recipe = TextRecipe(tokenizer, source.field, part, gzip_baseline)
     return write_shard(
         source,
         recipe,
@@ -85,7 +82,7 @@ def pretokenize_shard(
         out,
         split,
         described=source.description | {"max_tokens": max_tokens},
-        framing=framing,
+        framing=(tokenizer.bos_id, tokenizer.eos_id),
         shards=shards,
         part=part,
         max_tokens=None if max_tokens is None else -(-max_tokens // shards),
@@ -107,10 +104,7 @@ def finished_split(out: OutFolder, split: str, part: Part | None) -> SplitMetada
 class TextRecipe:
     """See `Recipe`: documents are the texts of rows, framed."""
 
-    encoder: Encoder
-    bos_id: int | None
-    eos_id: int | None
-    dtype: np.dtype
+    tokenizer: Tokenizer
     field: Field
     part: Part | None  # whose documents are kept; None: all
     gzip_baseline: bool  # True measures each text under gzip -9
@@ -124,7 +118,7 @@ class TextRecipe:
         for row in block.rows(self.field):
             if row.text is not None:
                 try:
-                    size = self.encoder.size(row.text)
+                    size = self.tokenizer.size(row.text)
                 except ValueError as error:
                     row = Row(row.where, None, str(error))
             if row.text is None:
@@ -135,15 +129,13 @@ class TextRecipe:
                 sizes.append(size)
                 if self.gzip_baseline:
                     compressed.append(len(gzip.compress(row.text.encode(), 9)))
-        before, after = (
-            np.array([] if token is None else [token], self.dtype)
-            for token in (self.bos_id, self.eos_id)
-        )
-        documents = self.encoder.encode(texts)
+        dtype = self.tokenizer.dtype
+        before, after = self.tokenizer.framing
+        documents = self.tokenizer.encode_batch(texts)
         pieces = [piece for ids in documents for piece in (before, ids, after)]
-        nothing = np.zeros(0, self.dtype)
+        nothing = np.zeros(0, dtype)
         return EncodedBlock(
-            np.concatenate([nothing, *pieces], dtype=self.dtype, casting="unsafe"),
+            np.concatenate([nothing, *pieces], dtype=dtype, casting="unsafe"),
             np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after),
             np.array(sizes, np.int64),
             np.array(compressed, np.int64) if self.gzip_baseline else None,

@@ -3,8 +3,8 @@
     python -m data_tools.train_tokenizer --dataset=DIR_OR_FILES_OR_HF_NAME --vocab_size=32768 \\
         --style=llama3 --out=TOK
 
-`python -m data_tools.pretokenize --tokenizer=TOK` accepts the result, and encodes with it at full
-speed. The text comes from the same sources; the same text gives the same tokenizer.
+`python -m data_tools.pretokenize --tokenizer=TOK` accepts the result. The text comes from the same
+sources; the same text gives the same tokenizer.
 """
 
 import json
@@ -19,12 +19,10 @@ from absl import flags
 
 from data_tools import command_line, shared_flags
 from data_tools.command_line import ProgressLine, aligned
-from data_tools.encoders.byte_level import ByteLevelEncoder
-from data_tools.encoders.encoder import utf8_size
 from data_tools.held_out import fraction_to_hold_out, hash_of
 from data_tools.rows.block import bad_row
 from data_tools.shared_flags import FLAGS
-from data_tools.tokenizer import framing_tokens
+from data_tools.tokenizer import framing_tokens, utf8_size
 from data_tools.train_tokenizer.byte_level_bpe import (
     SPECIAL_TOKENS,
     STYLES,
@@ -79,7 +77,6 @@ def train(arguments: Sequence[str]) -> int:
     counts, sizes = {"documents": 0, "skipped rows": 0, "bytes": 0}, Counter[int]()
     texts = _texts(counts, sizes)
     tokenizer = train_byte_level_bpe(texts, FLAGS.vocab_size, str(file), style, special_tokens)
-    ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if the fast engine cannot run it
     config_file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(config_file, json.dumps(config, indent=2) + "\n")
     write_tokenizer(file, tokenizer.tokenizer_json)

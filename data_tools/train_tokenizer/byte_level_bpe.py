@@ -1,4 +1,4 @@
-"""Trains byte-level BPE with pre-tokenization styles that data_tools.encoders runs fast.
+"""Trains byte-level BPE with pre-tokenization styles of well-known models.
 
 For `python -m data_tools.train_tokenizer` and the data set of the standard library.
 """
@@ -6,11 +6,16 @@ For `python -m data_tools.train_tokenizer` and the data set of the standard libr
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from data_tools.encoders.pre_tokenization import LLAMA3, QWEN2
 from data_tools.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, JsonTokenizer
 
 Style = Literal["gpt2", "llama3", "qwen2"]
 STYLES: tuple[Style, ...] = get_args(Style)
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 # The default special tokens of a style, under names that `load_tokenizer` knows.
 SPECIAL_TOKENS: dict[Style, tuple[str, ...]] = {
@@ -55,7 +60,7 @@ def train_byte_level_bpe(
     if style == "gpt2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        cut = Regex(LLAMA3 if style == "llama3" else QWEN2)
+        cut = Regex(_LLAMA3 if style == "llama3" else _QWEN2)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(cut, "isolated"),

@@ -18,9 +18,9 @@ import pytest
 from refusals import refusals
 from sentinels import sentinels
 
-from data_tools.encoders.encoder import MAX_TEXT_BYTES
 from data_tools.hf_stream.records import StreamFailure
 from data_tools.hf_stream.source import HFStream
+from data_tools.tokenizer import MAX_TEXT_BYTES
 from lmlib.data.resumable import gather_states
 from lmlib.data.stored.metadata import TokenizerIdentity
 
@@ -363,7 +363,7 @@ def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path):
             **{"batch_size": 1, "sequence_length": 4, "repeat": False, "on_bad_row": on_bad_row},
         )
 
-    message = f"'a list', record 1 has {limit + 2:,} bytes .* at most {limit:,} at once: cut it"
+    message = f"'a list', record 1 has {limit + 2:,} bytes .* more than {limit:,}: cut it"
     with pytest.raises(ValueError, match=message):
         source("fail").batch(0)
     skipping = source("skip")

@@ -1,14 +1,17 @@
 import hashlib
 import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from forked_processes import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
-from data_tools.encoders import make_encoder
-from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.prepare_chats.conversations import ConversationField
 from data_tools.prepare_chats.prepare import prepare_chats
 from data_tools.prepare_chats.template import load_template, template_names
@@ -16,6 +19,7 @@ from data_tools.rows.files import Files
 from data_tools.tokenizer import (
     BEGIN_OF_TEXT,
     END_OF_TEXT,
+    MAX_TEXT_BYTES,
     ByteTokenizer,
     JsonTokenizer,
     load_tokenizer,
@@ -82,12 +86,66 @@ def test_load_by_name_file_or_folder(tmp_path, bpe):
     assert load_tokenizer("bytes").identity.sha256 is None
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(bpe):
-    content = json.loads(bpe.tokenizer_json)
-    three = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    content["truncation"] = three
-    tokenizer = JsonTokenizer("truncating", json.dumps(content))
-    assert tokenizer.encode_batch(TEXT)[0].tolist() == bpe.encode_batch(TEXT)[0].tolist()
+@pytest.fixture(scope="module")
+def unusual(bpe):
+    """A tokenizer that adds tokens, changes text and truncates it, as `tokenizers` has it."""
+    made = Tokenizer.from_str(bpe.tokenizer_json)
+    made.normalizer = normalizers.NFKC()
+    made.add_tokens([AddedToken("<keep>", lstrip=True), AddedToken("<a word>", single_word=True)])
+    made.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    made.enable_truncation(3)
+    return made
+
+
+def test_ids_are_those_of_tokenizers_for_whole_plain_texts(unusual, monkeypatch):
+    monkeypatch.setattr("data_tools.tokenizer._BATCH_BYTES", 60)
+    texts = [
+        *TEXT,
+        "",
+        "\u1e9b\u0323 x  <keep>y<a word>z <a word>",
+        f"a{END_OF_TEXT}b",
+        TEXT[1] * 9,
+    ]
+    reference = Tokenizer.from_str(unusual.to_str())
+    reference.no_truncation()
+    reference.encode_special_tokens = True
+    expected = [reference.encode(text, add_special_tokens=False).ids for text in texts]
+    tokenizer = JsonTokenizer("unusual", unusual.to_str())
+    for each in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        encoded = each.encode_batch(texts)
+        assert [ids.tolist() for ids in encoded] == expected
+        assert all(ids.dtype == np.uint32 for ids in encoded)
+
+
+def test_bad_texts_are_named(bpe):
+    for tokenizer in (bpe, ByteTokenizer()):
+        with pytest.raises(ValueError, match=r"holds a lone surrogate at character 2"):
+            tokenizer.encode_batch(["fine", "ab\ud800"])
+    with pytest.raises(ValueError, match=r"has 16,777,218 bytes .* more than 16,777,216: cut it"):
+        bpe.encode_batch(["a", "é" * (MAX_TEXT_BYTES // 2 + 1)])
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from data_tools.tokenizer import JsonTokenizer
+text = "The quick brown fox jumps over the lazy dog. It's 1234 o'clock!\\n" * (1 << 14)
+ids = JsonTokenizer("x", sys.stdin.read()).encode_batch([text] * 16)
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
+print(len(ids), int(peak.group(1)) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_many_texts_take_little_memory(bpe):
+    command = [sys.executable, "-c", MEASURED]
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, input=bpe.tokenizer_json, capture_output=True, text=True, check=True, env=path
+    )
+    count, mebibytes = map(int, done.stdout.split())
+    assert count == 16 and mebibytes < 700
 
 
 def test_framing_tokens_are_configured_or_given(tmp_path, bpe):
@@ -132,9 +190,8 @@ TEXTS = [CATS, "naïve cafe\u0301 \u212b"] * 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_is_encoded_fast(style):
+def test_every_style_splits_text_as_its_model(style):
     tokenizer = train_byte_level_bpe(TEXTS, 285, "x", style, SPECIAL_TOKENS[style])
-    assert isinstance(make_encoder(tokenizer.tokenizer_json), ByteLevelEncoder)
     names = [token["content"] for token in json.loads(tokenizer.tokenizer_json)["added_tokens"]]
     assert names == list(SPECIAL_TOKENS[style])
     assert tokenizer.eos_id is not None and tokenizer.vocab_size == 285
