@@ -94,4 +94,5 @@ def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(example,
 
 
 if __name__ == "__main__":
-    check_process(sys.argv[1], *map(int, sys.argv[2:]))
+    example, count, address, number = sys.argv[1:]
+    check_process(example, int(count), address, int(number))
