@@ -27,8 +27,8 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 7_000),
-    "fit": ("import runner.training.fit\n", 160, 18_950),
+    "core": (CORE, 58, 6_990),
+    "fit": ("import runner.training.fit\n", 162, 19_060),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -55,8 +55,8 @@ EXTRAS = (
     "lmlib.trackers",
     "lmlib.verdicts",
 )
-# Pages, terminal and Python surfaces added 300 lines, and 230 of tests.
-MOST_LINES, MOST_LINES_OF_TESTS = 61_400, 46_150
+# Pages, terminal and Python surfaces have 1,170 of these lines, and 850 of the tests' lines.
+MOST_LINES, MOST_LINES_OF_TESTS = 61_290, 43_550
 
 
 def in_a_new_process(code):
