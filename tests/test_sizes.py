@@ -56,7 +56,7 @@ EXTRAS = (
     "lmlib.verdicts",
 )
 # Pages, terminal and Python surfaces have 1,170 of these lines, and 850 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 61_290, 43_550
+MOST_LINES, MOST_LINES_OF_TESTS = 61_290, 43_610
 
 
 def in_a_new_process(code):

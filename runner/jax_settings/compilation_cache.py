@@ -16,14 +16,14 @@ from lmlib.storage.local_folder import NO_HOME, cache_folder
 
 
 def keep_compiled_programs() -> Path | None:
-    """Enables the compilation cache; call it when JAX has started, before anything compiles.
+    """Enables the compilation cache; call it after JAX has started and before anything compiles.
 
-    If there is no folder, or it cannot be written, the cache is disabled with a message on stderr.
-    Several CPU devices of JAX 0.10 and 0.11 have no cache unless the user names its folder:
-    programs read from it lose the order of their collectives, and may deadlock.
+    A cache without a writable folder is disabled, with a message on stderr. With several CPU
+    devices, JAX 0.10 and 0.11 use a cache only if the user names its folder, since cached programs
+    lose the order of their collectives and may deadlock.
 
     Returns:
-      The cache folder; `None` if the cache is disabled.
+      The cache folder, or `None`.
     """
     settings: Any = jax.config  # type checkers don't see its attributes
     if not settings.jax_enable_compilation_cache:

@@ -4,6 +4,7 @@ import filecmp
 import re
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 import zarr
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from refusals import refusals
 
 from data_tools.inspect.verification import verify_split
+from lmlib import llama
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.whole_documents import arranged, best_fit_decreasing
+from lmlib.losses.next_token import batch_loss
 
 SMALL = {"vocab_size": 300, "file_length": 16, "chunk_length": 4}
 LENGTHS = [3, 7, 2, 9, 5, 4, 4, 8]  # tokens of documents whose ids tell where they belong
@@ -199,3 +203,30 @@ def test_verify_compares_the_mask_with_the_metadata(tmp_path, place, value, mess
     mask[place] = value
     sign(shard)
     assert re.search(message, " ".join(damage.reason for damage in verify_split(folder)))
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_row_is_the_sum_of_those_of_its_conversations(tmp_path):
+    rng = np.random.default_rng(0)
+    writer = ShardWriter(tmp_path, "train", content="conversations", vocab_size=64)
+    lengths = rng.integers(3, 30, 40)
+    tokens = rng.integers(0, 64, lengths.sum())
+    writer.extend(tokens, lengths, 0, loss_mask=rng.random(len(tokens)) < 0.5)
+    made = writer.finish()
+    model = llama(vocab=64, embed=32, layers=2, heads=2, mlp=64, key=jax.random.key(0))
+
+    def loss(packed):
+        source = FlatTokens(str(tmp_path), "train", 1, 63, packed=packed)
+        total, targets = 0.0, 0
+        compute = Compute(dtype="float32")
+        of_batch = jax.jit(lambda batch: batch_loss(model, batch, compute)[0].loss_sum)
+        for step in range(source.steps_per_epoch):
+            batch = source.batch(step)
+            total += float(of_batch(batch))
+            targets += int(batch.loss_mask.sum())
+        return total, targets, source.sequences
+
+    (together, targets, rows), (alone, targets_alone, documents) = loss(True), loss(False)
+    assert targets == targets_alone == made.targets
+    assert rows < documents == 40
+    np.testing.assert_allclose(together, alone, rtol=1e-5)

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+# Metrics of the system are not in every line.
+SYSTEM = ("process_memory_bytes", "device_memory_bytes", "cpu_cores", "gpu_utilization")
 TIMES = (
     *("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"),
-    *("process_memory_bytes", "device_memory_bytes", "cpu_cores", "gpu_utilization"),
+    *SYSTEM,
 )
 
 
