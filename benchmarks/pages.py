@@ -55,7 +55,8 @@ const end = () => Math.max(...tasks.map((each) => each.startTime + each.duration
   for (; location.search && scrollY < last(); await frame()) scrollBy(0, 40);
   const waited = performance.now();
   while (performance.now() < Math.max(waited, end()) + (empty(1e9) ? 9000 : 1000)) await frame();
-  const longest = Math.max(0, ...tasks.map((each) => each.startTime > begun && each.duration));
+  const moving = tasks.filter((each) => begun < each.startTime && each.startTime < waited);
+  const longest = Math.max(0, ...moving.map((each) => each.duration));
   const seen = [first / 1e3, end() / 1e3, longest, charts.length, empty(1e9)];
   fetch("/", { method: "POST", body: JSON.stringify(seen) });
 })();

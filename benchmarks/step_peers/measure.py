@@ -93,11 +93,12 @@ class Measurements:
         unit = "tokens per CPU-second" if on_cpu else "tokens per second"
         cpu_heads = ["tokens per second", "of matmul rate, causal", "whole"]
         heads = cpu_heads if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
-        first = ["", unit, "slowest … fastest turn", "lmlib ÷ it", *heads]
-        rows = [[*first, "first loss", "last loss", "largest difference"]]
+        first = ["", unit, "turns, thousands", "lmlib ÷ it", *heads]
+        rows = [[*first, "last loss", "largest difference"]]
         for name in [name for name in names if name in self.of]:
             found, speed = self.of[name], statistics.median(speeds[name])
-            row = [name, f"{speed:,.0f}", f"{min(speeds[name]):,.0f} … {max(speeds[name]):,.0f}"]
+            turns = f"{min(speeds[name]) / 1e3:,.1f}–{max(speeds[name]) / 1e3:,.1f}"
+            row = [name, f"{speed:,.0f}", turns]
             row.append(f"{statistics.median(speeds['lmlib']) / speed:.3f}")
             if on_cpu:
                 row.append(f"{statistics.median(rates(size.tokens, found.wall_seconds)):,.0f}")
@@ -108,7 +109,7 @@ class Measurements:
                 row += ["unknown" if share is None else f"{share:.1%}" for share in shares]
                 peak = found.peak_bytes
                 row.append("unknown" if peak is None else f"{peak / 1e9:.1f}")
-            row += [f"{found.losses[0]:.5f}", f"{found.losses[-1]:.5f}"]
+            row.append(f"{found.losses[-1]:.5f}")
             off = largest_difference(found.losses, self.of["lmlib"].losses)
             rows.append([*row, "other work" if name in OTHER_LOSSES else f"{off:.1e}"])
         return columns(rows)

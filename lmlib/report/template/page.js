@@ -373,7 +373,11 @@ function distance(element) {
 
 const pause = (ms = 0) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// Draws the nearest charts first; those farther than a screen once nobody has scrolled for a while.
+let scrolled = -Infinity; // when the page last did
+addEventListener("scroll", () => { scrolled = performance.now(); });
+
+// Draws the nearest charts first, between movements of the page, since drawing would hold them up;
+// those farther than a screen once nobody has scrolled for a while.
 async function drawNear(todo, turn) {
   while (todo.size) {
     const nearest = [...todo.keys()].reduce((one, other) => (distance(other) < distance(one) ? other : one));
@@ -382,6 +386,9 @@ async function drawNear(todo, turn) {
       const before = scrollY;
       await pause(300);
       if (scrollY !== before) continue;
+    } else if (performance.now() - scrolled < 100) {
+      await pause(50);
+      continue;
     }
     const made = todo.get(nearest), spec = typeof made === "function" ? made() : made;
     todo.delete(nearest);
