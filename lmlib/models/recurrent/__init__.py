@@ -1,0 +1,1 @@
+"""Layers that carry a state of constant size from token to token."""
