@@ -120,10 +120,9 @@ def placed(model: Any, names: Names) -> list[Placed]:
         if all(path in weights for path in tensor.holds):
             found += _placed(tensor, "", {path: (path, None) for path in tensor.holds}, weights)
     for number, (block, repetition) in enumerate(_layers(weights)):
-        for tensor in names.layer:
+        for tensor in _of_layer(names, block, weights):
             paths = {path: (f"{block}.{path}", repetition) for path in tensor.holds}
-            if all(path in weights for path, _ in paths.values()):
-                found += _placed(tensor, names.prefix.format(layer=number), paths, weights)
+            found += _placed(tensor, names.prefix.format(layer=number), paths, weights)
     held = {piece.path for each in found for piece in each.pieces}
     if lost := sorted(set(weights) - held):
         raise ValueError(f"the family's names have no place for {', '.join(lost)}")
@@ -173,6 +172,28 @@ def _layers(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, int]]:
     for _, pattern in sorted(blocks.items()):
         for repetition in range(next(iter(pattern.values()))):
             yield from ((block, repetition) for block in pattern)
+
+
+def _of_layer(names: Names, block: str, weights: Mapping[str, _Weight]) -> list[Tensor]:
+    """Returns the tensors of a layer.
+
+    Layers of different kinds may have weights with the same path and other axes, such as
+    "attention.output": a tensor whose axes do not match is left out if another one does.
+    """
+
+    def there(tensor: Tensor) -> bool:
+        return all(f"{block}.{path}" in weights for path in tensor.holds)
+
+    def fits(tensor: Tensor) -> bool:
+        return all(
+            sorted([*tensor.enumerated, *" ".join(within).split()])
+            == sorted(weights[f"{block}.{path}"].axes)
+            for path, within in tensor.holds.items()
+        )
+
+    present = [tensor for tensor in names.layer if there(tensor)]
+    held = {path for tensor in present if fits(tensor) for path in tensor.holds}
+    return [tensor for tensor in present if fits(tensor) or held.isdisjoint(tensor.holds)]
 
 
 def _placed(
