@@ -58,6 +58,7 @@ class Names:
         weights.
       not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
       in_float32: maps a file's dtype to parts of the names of tensors that stay in float32.
+      renamed: maps parts of the names in some folders to the usual ones.
     """
 
     outside: Sequence[Tensor]
@@ -69,6 +70,7 @@ class Names:
     in_class: Sequence[Tensor] = ()
     not_adapted: tuple[str, ...] = ()
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
         """Returns the tensor that holds a weight outside layers, also a tied head."""
@@ -80,6 +82,12 @@ class Names:
             f"({', '.join(each.name for each in self.outside)}); add a Tensor that holds it, also "
             "where the head is tied to the table, since folders may repeat it"
         )
+
+    def usual(self, name: str) -> str:
+        """Returns the usual name of a folder's tensor."""
+        for part, usual in self.renamed.items():
+            name = name.replace(part, usual)
+        return name
 
     def float32_in(self, tensor: str) -> tuple[str, ...]:
         """Returns the file dtypes for which the tensor of this name stays in float32."""
