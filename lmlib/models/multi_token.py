@@ -45,9 +45,7 @@ class Combination(Part):
         fan_in("joined"), rules={"joined": COMPUTE["mlp"]}
     )
 
-    def __init__(
-        self, embed: int, embedding_norm: Norm, features_norm: Norm, *, key: PRNGKeyArray
-    ):
+    def __init__(self, embed: int, embedding_norm: Norm, features_norm: Norm, *, key: PRNGKeyArray):
         self.embedding_norm, self.features_norm = embedding_norm, features_norm
         fill(self, key, joined=2 * embed, embed=embed)
 
