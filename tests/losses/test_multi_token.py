@@ -5,7 +5,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import laid_out
 import numpy as np
 import pytest
