@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,8 +21,11 @@ def random_model(kind: str, keys: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(kind, **keys)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for weight in [*model.parameters(), *kept_buffers(model).values()]:
-            weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
+        for name, weight in [*model.named_parameters(), *kept_buffers(model).items()]:
+            # Logarithms of rates become smaller, so that states remember many tokens.
+            factor = 4 if weight.ndim > 1 and not name.endswith("A_log") else 1
+            weight.mul_(factor).add_(0.1 * torch.randn_like(weight))
+            weight.sub_(3 if name.endswith("A_log") else 0)
     return model.float().eval()
 
 
@@ -62,15 +66,27 @@ def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         state = dict(holder.named_parameters()) | kept_buffers(holder)
         for name, value in values.items():
             state[name].copy_(value)
-        holder.save_pretrained(folder)
+        save(holder, Path(folder))
         return load_file(Path(folder) / "model.safetensors")
+
+
+def save(model: Any, folder: Path) -> None:
+    """Writes a folder, for Kimi Linear with the names of the published one.
+
+    transformers 5.23 writes the MLPs of Kimi's dense layers as if they were experts.
+    """
+    model.save_pretrained(folder)
+    if model.config.model_type == "kimi_linear":
+        held = load_file(folder / "model.safetensors")
+        named = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): x for n, x in held.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
 
 
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     """Writes a golden folder: a random model, its logits, gradients, and weights after a step."""
     vocab = keys["vocab_size"]
     model = random_model(kind, keys)
-    model.save_pretrained(folder)
+    save(model, folder)
     logits = logits_of_prompt(model, vocab)
     in_bfloat16 = logits_of_prompt(loaded(folder, "bfloat16"), vocab)
     batch = tokens(vocab)[1]
