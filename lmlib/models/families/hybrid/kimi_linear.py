@@ -52,7 +52,6 @@ def kimi_linear(
     latent: int = 512,
     query_latent: int | None = None,
     norm_epsilon: float = 1e-5,
-    tied: bool = False,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
@@ -105,7 +104,7 @@ def kimi_linear(
         )  # fmt: skip
 
     return transformer(
-        vocab, embed, layers, heads, mlp, None, head_dim, norm_epsilon=norm_epsilon, tied=tied,
+        vocab, embed, layers, heads, mlp, None, head_dim, norm_epsilon=norm_epsilon,
         attention=[attention if each else recurrent for each in attention_layers],
         feed_forward=[GatedMLP] * dense_layers + [experts_of_size] * (layers - dense_layers),
         rotary_layers=False, key=key,
@@ -264,10 +263,7 @@ _KEYS = (
     ),
     Key("num_expert_group", "groups", _of_router("groups"), 1, also=("n_group",)),
     Key("topk_group", "top_groups", _of_router("top_groups"), 1),
-    Key(
-        "moe_renormalize", "normalized", _of_router("normalized"), True, bool,
-        also=("norm_topk_prob",),
-    ),
+    Key("moe_renormalize", "normalized", _of_router("normalized"), True, bool, null=True),
     Key("routed_scaling_factor", "share_scale", _of_router("scale"), 2.446, float),
     CORRECTION_RATE,
     Key("qk_nope_head_dim", "head_dim", _of_attention("key", -1), 128),
@@ -280,7 +276,6 @@ _KEYS = (
         None, null=True,
     ),
     shared.epsilon("rms_norm_eps", 1e-5),
-    shared.tied(False),
 )  # fmt: skip
 
 FAMILIES = (
@@ -292,7 +287,9 @@ FAMILIES = (
             # transformers 5.23 writes the MLPs of dense layers as if they were experts.
             renamed={f".{_MODULE}.{name}.": f".mlp.{name}." for name in mixtures.GATE_UP_DOWN},
         ),
-        _KEYS, rope=None, fixed=shared.SILU | {"attention_bias": False},
+        _KEYS, rope=None, 
+        # transformers does not tie tables, other readers do.
+        fixed=shared.SILU | {"attention_bias": False, "tie_word_embeddings": False},
         only={  # transformers does not read these either
             "moe_router_activation_func": ("sigmoid", None),
             "mla_use_nope": (True, None),
