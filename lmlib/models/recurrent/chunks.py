@@ -42,29 +42,13 @@ class Chunks(NamedTuple):
     solved_NBGRLL: Array | None  # (I + A)^-1 diag(beta) of the delta rule
 
 
-class AffineMap(NamedTuple):
-    """The map from the state before some tokens to the state after them."""
-
-    factor: Float[Array, "b g d r 1"] | None
-    matrix: Float[Array, "b g k r k"] | None  # instead of a factor, with the delta rule
-    added: Float[Array, "b g k r v"]
-
-    def __call__(self, state_BGKRV: Float[Array, "b g k r v"]) -> Float[Array, "b g k r v"]:
-        if self.matrix is None:
-            return self.factor * state_BGKRV + self.added
-        exact = jax.lax.Precision.HIGHEST
-        moved = jnp.einsum("bgkrj,bgjrv->bgkrv", self.matrix, state_BGKRV, precision=exact)
-        return moved + self.added
-
-
 def one_token(tokens: Tokens, state_BGKRV: Array) -> tuple[Array, Array]:
     """The output of one token and the state after it, by the definition."""
-    q_BGK, k_BGK, v_BGRV, log_decay_BGRD, beta_BGR = (
-        None if x is None else x[:, 0].astype(state_BGKRV.dtype) for x in tokens[:5]
-    )
+    q_BGK, k_BGK, v_BGRV, log_decay_BGRD = (x[:, 0].astype(state_BGKRV.dtype) for x in tokens[:4])
     state_BGKRV *= jnp.exp(log_decay_BGRD).swapaxes(2, 3)[..., None]
-    if beta_BGR is not None:
-        v_BGRV = beta_BGR[..., None] * (v_BGRV - jnp.einsum("bgk,bgkrv->bgrv", k_BGK, state_BGKRV))
+    if tokens.beta_BSGR is not None:
+        known_BGRV = jnp.einsum("bgk,bgkrv->bgrv", k_BGK, state_BGKRV)
+        v_BGRV = tokens.beta_BSGR[:, 0, ..., None] * (v_BGRV - known_BGRV)
     state_BGKRV += k_BGK[..., None, None] * v_BGRV[:, :, None]
     y_BGRV = jnp.einsum("bgk,bgkrv->bgrv", q_BGK, state_BGKRV)
     return y_BGRV[:, None].astype(tokens.v_BSGRV.dtype), state_BGKRV
@@ -109,27 +93,36 @@ def _padded(tokens: Tokens, tail: int) -> Tokens:
     return jax.tree.map(padded, tokens)._replace(segments_BS=segments_BS)
 
 
-def piece_maps(tokens: Tokens, before_B: Int[Array, "b"], chunk: int) -> AffineMap:
-    """The map from the state before the tokens to the state after them."""
+def affine_map(tokens: Tokens, before_B: Int[Array, "b"], chunk: int) -> tuple[Array, Array]:
+    """Returns A and b of the state after the tokens, `applied(A, b, state before them)`."""
     B, _, G, R, V = tokens.v_BSGRV.shape
     K, wide = tokens.k_BSGK.shape[-1], tokens.log_decay_BSGRD.dtype
-    start_BGKRV = jnp.zeros((B, G, K, R, V), wide)
+    zeros_BGKRV = jnp.zeros((B, G, K, R, V), wide)
     if tokens.beta_BSGR is None:
-        end_BGKRV = scanned(tokens, before_B, start_BGKRV, chunk)[1]
-        total_BGRD = jnp.exp(jnp.sum(tokens.log_decay_BSGRD, axis=1))
-        goes_on_B = tokens.segments_BS[:, -1] == before_B
-        factor = jnp.where(goes_on_B[:, None, None, None], total_BGRD, 0).swapaxes(2, 3)[..., None]
-        return AffineMap(factor, None, end_BGKRV)
+        end_BGKRV = scanned(tokens, before_B, zeros_BGKRV, chunk)[1]
+        total_BGDR = jnp.exp(jnp.sum(tokens.log_decay_BSGRD, axis=1)).swapaxes(2, 3)
+        continues_B = tokens.segments_BS[:, -1] == before_B
+        return jnp.where(continues_B[:, None, None, None], total_BGDR, 0), end_BGKRV
     # The columns of the identity follow those of the state.
-    columns_BGKRK = jnp.broadcast_to(jnp.eye(K, dtype=wide)[:, None], (B, G, K, R, K))
+    identity_BGKRK = jnp.broadcast_to(jnp.eye(K, dtype=wide)[:, None], (B, G, K, R, K))
+    start = jnp.concatenate((zeros_BGKRV, identity_BGKRK), axis=-1)
     nothing = jnp.zeros((*tokens.v_BSGRV.shape[:-1], K), tokens.v_BSGRV.dtype)
     tokens = tokens._replace(v_BSGRV=jnp.concatenate((tokens.v_BSGRV, nothing), axis=-1))
-    start = jnp.concatenate((start_BGKRV, columns_BGKRK), axis=-1)
     end = scanned(tokens, before_B, start, chunk)[1]
-    return AffineMap(None, end[..., V:], end[..., :V])
+    return end[..., V:], end[..., :V]
 
 
-def _split(x_BS: Array, length: int) -> Float[Array, "n b length ..."]:
+def applied(factor: Array, added_BGKRV: Array, state_BGKRV: Array) -> Float[Array, "b g k r v"]:
+    """A state + b, where A is a factor of each row or, with the delta rule, a matrix."""
+    if factor.ndim == 4:
+        return factor[..., None] * state_BGKRV + added_BGKRV
+    exact = jax.lax.Precision.HIGHEST
+    moved = jnp.einsum("bgkrj,bgjrv->bgkrv", factor, state_BGKRV, precision=exact)
+    return moved + added_BGKRV
+
+
+def _split(x_BS: Array, length: int) -> Array:
+    """The tokens of each chunk or span, behind a leading axis of these."""
     return jnp.moveaxis(x_BS.reshape(x_BS.shape[0], -1, length, *x_BS.shape[2:]), 1, 0)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lmlib.models.forward_context import ForwardContext
-from lmlib.models.recurrent.chunks import AffineMap, Tokens, one_token, piece_maps, scanned
+from lmlib.models.recurrent.chunks import Tokens, affine_map, applied, one_token, scanned
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along, shard_map
 from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard, whole_place
 from lmlib.parallel.mesh_axes import MeshAxes, names_of
@@ -139,16 +139,16 @@ def _of_pieces(
     segments_BMP = tokens.segments_BS.reshape(B, M, -1)
     ends_BC = in_row_order(segments_BMP[..., -1])
     before_BM = jnp.where(own_M == 0, segments_BMP[..., 0], ends_BC[:, own_M - 1])
-    maps = piece_maps(tokens, before_BM.reshape(-1), chunk)
-    maps_C = jax.tree.map(
-        lambda x: jnp.moveaxis(in_row_order(x.reshape(B, M, *x.shape[1:])), 1, 0), maps
+    before_BM = before_BM.reshape(-1)
+    of_row = (
+        jnp.moveaxis(in_row_order(x.reshape(B, M, *x.shape[1:])), 1, 0)
+        for x in affine_map(tokens, before_BM, chunk)
     )
 
-    def step(state_BGKRV: Array, of_piece: AffineMap) -> tuple[Array, Array]:
-        return of_piece(state_BGKRV), state_BGKRV
+    def step(state_BGKRV: Array, of_piece: tuple[Array, Array]) -> tuple[Array, Array]:
+        return applied(*of_piece, state_BGKRV), state_BGKRV
 
-    end_BGKRV, starts_CBGKRV = jax.lax.scan(step, state_BGKRV, maps_C)
-    start_BMGKRV = jnp.moveaxis(starts_CBGKRV[own_M], 0, 1)
-    start = start_BMGKRV.reshape(B * M, *state_BGKRV.shape[1:])
-    y_BPGRV, _ = scanned(tokens, before_BM.reshape(-1), start, chunk)
+    end_BGKRV, starts_CBGKRV = jax.lax.scan(step, state_BGKRV, tuple(of_row))
+    own_starts = jnp.moveaxis(starts_CBGKRV[own_M], 0, 1).reshape(B * M, *state_BGKRV.shape[1:])
+    y_BPGRV, _ = scanned(tokens, before_BM, own_starts, chunk)
     return y_BPGRV.reshape(B, S, *y_BPGRV.shape[2:]), end_BGKRV
