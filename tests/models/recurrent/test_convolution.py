@@ -69,19 +69,14 @@ def test_a_number_that_is_none_stays_in_its_document():
 
 def test_a_window_continues_a_row_behind_its_padding():
     x, weights, _ = arrays()
-    whole, window, parts = (
-        by_definition(x, weights, SEGMENTS[:1].repeat(2, 0)),
-        jnp.zeros((B, 3, C)),
-        [],
-    )
+    whole, parts = by_definition(x, weights, SEGMENTS[:1].repeat(2, 0)), []
     with jax.enable_x64(True):
+        window, weights = jnp.zeros((B, W - 1, C)), jnp.asarray(weights)
         for start, end in ((0, 2), (2, 3), (3, 10), (10, 32)):
             piece = np.pad(x[:, start:end], ((0, 0), (0, 2), (0, 0)), constant_values=99.0)
             positions = np.pad(POSITIONS[:, start:end], ((0, 0), (0, 2)), constant_values=-1)
             context = ForwardContext(jnp.asarray(positions), None, Compute())
-            y, window = causal_convolution(
-                jnp.asarray(piece), jnp.asarray(weights), context, window
-            )
+            y, window = causal_convolution(jnp.asarray(piece), weights, context, window)
             parts.append(y[:, :-2])
         np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=1e-12)
 

@@ -116,7 +116,7 @@ def check(arrays, segments, positions, chunk):
         assert np.abs(value - right).max() <= TOLERANCE * np.abs(right).max()
 
 
-# The second row has a document that starts with the second chunk of 8 tokens, then documents of one.
+# In the second row a document starts with the second chunk of 8 tokens, then some have one token.
 SEGMENTS = np.array(
     [[0] * 9 + [3] * 14 + [4] * 14, [0] * 8 + [1, 2, 3] + [4] * 5 + [5] * 21], np.int32
 )
@@ -187,14 +187,16 @@ def test_uneven_pieces_continue_the_state(kind):
     *tokens, state = map(
         lambda x: x if x is None else jnp.asarray(x, jnp.float32), inputs(kind, 37)
     )
-    context = functools.partial(
-        ForwardContext, segment_ids_BS=None, compute=Compute(recurrent_chunk=8)
-    )
-    whole = linear_recurrence(*tokens, context(jnp.asarray(positions_of(37))), state)
-    parts = []
-    for start, end in ((0, 1), (1, 2), (2, 20), (20, 37)):
+
+    @jax.jit
+    def recurrence(tokens, positions, state):
+        context = ForwardContext(positions, None, Compute(recurrent_chunk=8))
+        return linear_recurrence(*tokens, context, state)
+
+    whole, parts = recurrence(tokens, positions_of(37), state), []
+    for start, end in ((0, 1), (1, 20), (20, 37)):
         piece = [x if x is None else x[:, start:end] for x in tokens]
-        y, state = linear_recurrence(*piece, context(jnp.asarray(positions_of(end - start))), state)
+        y, state = recurrence(piece, positions_of(end - start), state)
         parts.append(y)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole[0], atol=2e-5)
     np.testing.assert_allclose(state, whole[1], atol=2e-5)
