@@ -99,7 +99,10 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     of_buffers = {name: torch.zeros_like(each) for name, each in kept_buffers(model).items()}
     of_names = {name: weight.grad for name, weight in names.items()}
     gradients = as_saved(model, of_names | of_buffers)
-    decays = {name: weight.ndim > 1 and not name.endswith("bias") for name, weight in names.items()}
+    decays = {
+        name: weight.ndim > 1 and not name.endswith(("bias", "A_log"))
+        for name, weight in names.items()
+    }
     decaying, others = (
         [weight for name, weight in names.items() if decays[name] is which]
         for which in (True, False)
