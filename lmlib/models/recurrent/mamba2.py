@@ -1,0 +1,202 @@
+"""Mamba-2: a linear recurrence whose decay and step size depend on the token.
+
+Source: Dao & Gu 2024, arXiv:2405.21060, §7.
+
+Shapes: B batch, S sequence, E embed, H heads, G kv_heads (the paper's groups), K key_dim (the
+paper's state size N), V value_dim (the paper's head size P), W width.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.matmul import matmul
+from lmlib.models.part import ActivationNames, Part
+from lmlib.models.recurrent.cache import RecurrentState
+from lmlib.models.recurrent.convolution import causal_convolution
+from lmlib.models.recurrent.initial_values import bias_of_time_steps, log_of_uniform
+from lmlib.models.recurrent.linear_recurrence import linear_recurrence
+from lmlib.models.weights import fan_in, fill, normal, ones, product_flops, weight, zeros
+from lmlib.parallel.layout import COMPUTE, repeats, reshard, spec
+
+_SIZES = {"key_dim": None, "value_dim": None, "width": None}
+_IN = weight(fan_in("embed"), rules=_SIZES)
+_BIAS = weight(zeros, rules=_SIZES)
+# A uniform filter in the paper's code has this deviation.
+_FILTER = weight(lambda self: normal((3 * self.width) ** -0.5), rules=_SIZES)
+
+
+class Mamba2(Part):
+    """norm((S_tᵀ C_t + D x_t) · silu(z_t)), where S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ.
+
+    x (`input`), B (`key`) and C (`query`) are projections of a token after a short convolution over
+    the text and silu; z (`gate`) is a projection. The time step Δ is softplus(`time_step` +
+    `dt_bias`) within `step_limits`. Heads of a group share B and C. The norm is the root mean
+    square over the heads of a group, in float32.
+
+    Args:
+      kv_heads: number of groups, which divides `heads`.
+      key_dim, value_dim: sizes of B and C, and of x and z, in each group and head.
+      width: number of tokens that the convolution sees.
+      filter_bias, bias: True if the filters, or the projections, have biases.
+      residual_scale: factor of the output's initial values (`lmlib.models.weights`).
+    """
+
+    rows_may_be_split = True
+
+    names = ActivationNames(
+        saved=("gate", "input", "key", "query", "recurrence"), scopes=("projections", "recurrence")
+    )
+
+    kv_heads: int = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+    step_limits: tuple[float, float] = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
+    gate: Float[Array, "embed heads value_dim"] = _IN
+    input: Float[Array, "embed heads value_dim"] = _IN
+    key: Float[Array, "embed kv_heads key_dim"] = _IN
+    query: Float[Array, "embed kv_heads key_dim"] = _IN
+    time_step: Float[Array, "embed heads"] = _IN
+    gate_bias: Float[Array, "heads value_dim"] | None = _BIAS
+    input_bias: Float[Array, "heads value_dim"] | None = _BIAS
+    key_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
+    query_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
+    time_step_bias: Float[Array, "heads"] | None = _BIAS
+    input_filter: Float[Array, "heads value_dim width"] = _FILTER
+    key_filter: Float[Array, "kv_heads key_dim width"] = _FILTER
+    query_filter: Float[Array, "kv_heads key_dim width"] = _FILTER
+    input_filter_bias: Float[Array, "heads value_dim"] | None = _BIAS
+    key_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
+    query_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
+    A_log: Float[Array, "heads"] = weight(log_of_uniform(1, 16), dtype="float32")
+    dt_bias: Float[Array, "heads"] = weight(bias_of_time_steps(), dtype="float32")
+    D: Float[Array, "heads"] = weight(ones, dtype="float32")
+    norm_scale: Float[Array, "heads value_dim"] = weight(ones, rules=_SIZES)
+    output: Float[Array, "heads value_dim embed"] = weight(
+        lambda self: fan_in("heads", "value_dim", scale=self.residual_scale), rules=_SIZES
+    )
+    output_bias: Float[Array, "embed"] | None = weight(zeros, writes=True)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        width: int = 4,
+        step_limits: tuple[float, float] = (0.0, float("inf")),
+        filter_bias: bool = True,
+        bias: bool = False,
+        epsilon: float = 1e-5,
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        if kv_heads > 0 and heads % kv_heads:
+            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
+        if not 0 <= step_limits[0] < step_limits[1]:
+            raise ValueError(f"step_limits must be two rising numbers from 0, got {step_limits}")
+        self.kv_heads, self.width, self.step_limits = kv_heads, width, step_limits
+        self.epsilon, self.residual_scale = epsilon, residual_scale
+        projected, filtered = ("gate", "input", "key", "query", "time_step"), _FILTERED
+        absent = [] if bias else [f"{name}_bias" for name in (*projected, "output")]
+        absent += [] if filter_bias else [f"{name}_filter_bias" for name in filtered]
+        fill(
+            self, key, absent, embed=embed, heads=heads, kv_heads=kv_heads, key_dim=key_dim,
+            value_dim=value_dim, width=width,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        context: ForwardContext,
+        cache: RecurrentState | None = None,
+    ) -> tuple[Float[Array, "b s embed"], RecurrentState | None]:
+        """A mixer's call. `tensor` splits heads and groups, and sums the last product."""
+        precision = context.compute.precision("projections")
+        with jax.named_scope("projections"):
+            z_BSHV = matmul("bse,ehv->bshv", x_BSE, self.gate, precision)
+            x_BSHV = matmul("bse,ehv->bshv", x_BSE, self.input, precision)
+            B_BSGK = matmul("bse,egk->bsgk", x_BSE, self.key, precision)
+            C_BSGK = matmul("bse,egk->bsgk", x_BSE, self.query, precision)
+            dt_BSH = _biased(matmul("bse,eh->bsh", x_BSE, self.time_step), self.time_step_bias)
+            z_BSHV = checkpoint_name(_biased(z_BSHV, self.gate_bias), "gate")
+            x_BSHV = checkpoint_name(_biased(x_BSHV, self.input_bias), "input")
+            B_BSGK = checkpoint_name(_biased(B_BSGK, self.key_bias), "key")
+            C_BSGK = checkpoint_name(_biased(C_BSGK, self.query_bias), "query")
+        with jax.named_scope("recurrence"):
+            state, windows = (None, (None,) * 3) if cache is None else (cache.state, cache.windows)
+            x_BSHV, of_x = self._convolved("input", x_BSHV, context, windows[0])
+            B_BSGK, of_B = self._convolved("key", B_BSGK, context, windows[1])
+            C_BSGK, of_C = self._convolved("query", C_BSGK, context, windows[2])
+            dt_BSH = jax.nn.softplus(_wide(dt_BSH) + self.dt_bias)
+            dt_BSH = jnp.clip(dt_BSH, *self.step_limits)
+            log_decay_BSH = -jnp.exp(self.A_log) * dt_BSH
+            v_BSHV = (_wide(x_BSHV) * dt_BSH[..., None]).astype(x_BSHV.dtype)
+            y_BSHV, state = linear_recurrence(
+                C_BSGK, B_BSGK, v_BSHV, log_decay_BSH, None, context, state
+            )
+            y_BSHV = checkpoint_name(y_BSHV, "recurrence")
+            y_BSHV = _wide(y_BSHV) + self.D[:, None] * _wide(x_BSHV)
+            y_BSHV = self._normed(y_BSHV * jax.nn.silu(_wide(z_BSHV))).astype(z_BSHV.dtype)
+            y_BSHV = y_BSHV * self.norm_scale
+        with jax.named_scope("projections"):
+            residual = spec(context.compute.residual)
+            y_BSE = matmul("bshv,hve->bse", y_BSHV, self.output, precision, residual)
+            y_BSE = _biased(y_BSE, self.output_bias)
+        return y_BSE, cache if cache is None else RecurrentState(state, (of_x, of_B, of_C))
+
+    def _convolved(
+        self, name: str, x_BS: Array, context: ForwardContext, window_BW: Array | None
+    ) -> tuple[Array, Array | None]:
+        """silu(convolution + bias), and the new window."""
+        filter_W = getattr(self, f"{name}_filter")
+        x_BS, window_BW = causal_convolution(x_BS, filter_W, context, window_BW)
+        return jax.nn.silu(_biased(x_BS, getattr(self, f"{name}_filter_bias"))), window_BW
+
+    def _normed(self, y_BSHV: Float[Array, "b s heads value_dim"]) -> Array:
+        """y / rms(y) over the heads of each group. `tensor` gathers one number for each head."""
+        H = y_BSHV.shape[2]
+        square_BSH = reshard(jnp.mean(jnp.square(y_BSHV), axis=-1), ("batch", "seq", None))
+        square_BSGH = square_BSH.reshape(*square_BSH.shape[:2], self.kv_heads, -1)
+        square_BSH = jnp.repeat(jnp.mean(square_BSGH, axis=-1), H // self.kv_heads, axis=-1)
+        square_BSH = reshard(square_BSH, "batch seq heads")
+        return y_BSHV * jax.lax.rsqrt(square_BSH + self.epsilon)[..., None]
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> RecurrentState:
+        """See `Part.empty_cache`; its size does not depend on `length`."""
+        mesh = jax.sharding.get_abstract_mesh()
+        G, K, H, V = *self.key.shape[-2:], *self.input.shape[-2:]
+        G *= 1 if mesh.empty else repeats("kv_heads", G, COMPUTE, mesh)
+        state = reshard(jnp.zeros((rows, H, K, V), jnp.float32), ("batch", "heads", None, None))
+        windows = tuple(
+            reshard(jnp.zeros((rows, self.width - 1, *sizes), dtype), ("batch", None, axis, None))
+            for axis, *sizes in (("heads", H, V), ("kv_heads", G, K), ("kv_heads", G, K))
+        )
+        return RecurrentState(state, windows)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of the projections, and 12 · heads · key_dim · value_dim for each state.
+
+        The latter are two products, one that writes to a state and one that reads it, which is less
+        than the chunked algorithm computes.
+        """
+        H, V = self.input.shape[-2:]
+        return product_flops(self) + 12 * H * self.key.shape[-1] * V
+
+
+_FILTERED = ("input", "key", "query")
+
+
+def _biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
