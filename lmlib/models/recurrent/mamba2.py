@@ -6,6 +6,8 @@ Shapes: B batch, S sequence, E embed, H heads, G kv_heads (the paper's groups), 
 paper's state size N), V value_dim (the paper's head size P), W width.
 """
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,12 @@ from lmlib.models.weights import fan_in, fill, normal, ones, product_flops, weig
 from lmlib.parallel.layout import COMPUTE, repeats, reshard, spec
 
 _SIZES = {"key_dim": None, "value_dim": None, "width": None}
-_IN = weight(fan_in("embed"), rules=_SIZES)
-_BIAS = weight(zeros, rules=_SIZES)
-# A uniform filter in the paper's code has this deviation.
-_FILTER = weight(lambda self: normal((3 * self.width) ** -0.5), rules=_SIZES)
+# As large as the uniform filters of the paper's code.
+_FILTER = functools.partial(weight, lambda self: normal((3 * self.width) ** -0.5), rules=_SIZES)
+_PROJECTION = functools.partial(weight, fan_in("embed"), rules=_SIZES)
+_BIAS = functools.partial(weight, zeros, rules=_SIZES)
+_FILTERED = ("input", "key", "query")
+_PROJECTED = (*_FILTERED, "gate", "time_step", "output")
 
 
 class Mamba2(Part):
@@ -57,22 +61,22 @@ class Mamba2(Part):
     step_limits: tuple[float, float] = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
-    gate: Float[Array, "embed heads value_dim"] = _IN
-    input: Float[Array, "embed heads value_dim"] = _IN
-    key: Float[Array, "embed kv_heads key_dim"] = _IN
-    query: Float[Array, "embed kv_heads key_dim"] = _IN
-    time_step: Float[Array, "embed heads"] = _IN
-    gate_bias: Float[Array, "heads value_dim"] | None = _BIAS
-    input_bias: Float[Array, "heads value_dim"] | None = _BIAS
-    key_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
-    query_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
-    time_step_bias: Float[Array, "heads"] | None = _BIAS
-    input_filter: Float[Array, "heads value_dim width"] = _FILTER
-    key_filter: Float[Array, "kv_heads key_dim width"] = _FILTER
-    query_filter: Float[Array, "kv_heads key_dim width"] = _FILTER
-    input_filter_bias: Float[Array, "heads value_dim"] | None = _BIAS
-    key_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
-    query_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS
+    gate: Float[Array, "embed heads value_dim"] = _PROJECTION()
+    input: Float[Array, "embed heads value_dim"] = _PROJECTION()
+    key: Float[Array, "embed kv_heads key_dim"] = _PROJECTION()
+    query: Float[Array, "embed kv_heads key_dim"] = _PROJECTION()
+    time_step: Float[Array, "embed heads"] = _PROJECTION()
+    gate_bias: Float[Array, "heads value_dim"] | None = _BIAS()
+    input_bias: Float[Array, "heads value_dim"] | None = _BIAS()
+    key_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
+    query_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
+    time_step_bias: Float[Array, "heads"] | None = _BIAS()
+    input_filter: Float[Array, "heads value_dim width"] = _FILTER()
+    key_filter: Float[Array, "kv_heads key_dim width"] = _FILTER()
+    query_filter: Float[Array, "kv_heads key_dim width"] = _FILTER()
+    input_filter_bias: Float[Array, "heads value_dim"] | None = _BIAS()
+    key_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
+    query_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
     A_log: Float[Array, "heads"] = weight(log_of_uniform(1, 16), dtype="float32")
     dt_bias: Float[Array, "heads"] = weight(bias_of_time_steps(), dtype="float32")
     D: Float[Array, "heads"] = weight(ones, dtype="float32")
@@ -104,9 +108,8 @@ class Mamba2(Part):
             raise ValueError(f"step_limits must be two rising numbers from 0, got {step_limits}")
         self.kv_heads, self.width, self.step_limits = kv_heads, width, step_limits
         self.epsilon, self.residual_scale = epsilon, residual_scale
-        projected, filtered = ("gate", "input", "key", "query", "time_step"), _FILTERED
-        absent = [] if bias else [f"{name}_bias" for name in (*projected, "output")]
-        absent += [] if filter_bias else [f"{name}_filter_bias" for name in filtered]
+        absent = [] if bias else [f"{name}_bias" for name in _PROJECTED]
+        absent += [] if filter_bias else [f"{name}_filter_bias" for name in _FILTERED]
         fill(
             self, key, absent, embed=embed, heads=heads, kv_heads=kv_heads, key_dim=key_dim,
             value_dim=value_dim, width=width,
@@ -189,9 +192,6 @@ class Mamba2(Part):
         """
         H, V = self.input.shape[-2:]
         return product_flops(self) + 12 * H * self.key.shape[-1] * V
-
-
-_FILTERED = ("input", "key", "query")
 
 
 def _biased(x: Array, bias: Array | None) -> Array:

@@ -33,12 +33,14 @@ def layers(model: Decoder) -> list[BlockBase]:
 
 
 def attentions(model: Decoder) -> list[Attention]:
-    """Returns the attention of each layer; raises ValueError as `a` does."""
-    return [a(Attention, layer.attention) for layer in layers(model)]
+    """Returns the attention of each layer that has one; raises ValueError if there is none."""
+    mixers = [layer.attention for layer in layers(model)]
+    found = [each for each in mixers if isinstance(each, Attention)]
+    return found or [a(Attention, mixers[0])]
 
 
 def attention(model: Decoder) -> Attention:
-    """Returns the attention of the first layer."""
+    """Returns the attention of the first layer that has one."""
     return attentions(model)[0]
 
 
