@@ -4,7 +4,13 @@ Shapes: B batch, H heads, K key_dim, V value_dim, W width.
 """
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from lmlib.parallel.axes import Axes
+from lmlib.parallel.layout import COMPUTE, repeats, reshard
 
 
 class RecurrentState(eqx.Module):
@@ -12,3 +18,12 @@ class RecurrentState(eqx.Module):
 
     state: Float[Array, "b heads key_dim value_dim"]
     windows: tuple[Float[Array, "b before ..."], ...]
+
+
+def empty(axes: Axes, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "b ..."]:
+    """Returns zeros, with "kv_heads" repeated as in use over `tensor`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        pairs = zip(axes, shape, strict=True)
+        shape = tuple(size * repeats(axis, size, COMPUTE, mesh) for axis, size in pairs)
+    return reshard(jnp.zeros(shape, dtype), axes)

@@ -18,35 +18,34 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.matmul import matmul
 from lmlib.models.part import ActivationNames, Part
-from lmlib.models.recurrent.cache import RecurrentState
+from lmlib.models.recurrent.cache import RecurrentState, empty
 from lmlib.models.recurrent.convolution import causal_convolution
-from lmlib.models.recurrent.initial_values import bias_of_time_steps, log_of_uniform
+from lmlib.models.recurrent.decay import LogOfUniform, TimeSteps
 from lmlib.models.recurrent.linear_recurrence import linear_recurrence
 from lmlib.models.weights import fan_in, fill, normal, ones, product_flops, weight, zeros
-from lmlib.parallel.layout import COMPUTE, repeats, reshard, spec
+from lmlib.parallel.layout import reshard, spec
 
 _SIZES = {"key_dim": None, "value_dim": None, "width": None}
-# As large as the uniform filters of the paper's code.
-_FILTER = functools.partial(weight, lambda self: normal((3 * self.width) ** -0.5), rules=_SIZES)
+_FILTER = functools.partial(weight, lambda self: normal(self.width**-0.5), rules=_SIZES)
 _PROJECTION = functools.partial(weight, fan_in("embed"), rules=_SIZES)
 _BIAS = functools.partial(weight, zeros, rules=_SIZES)
 _FILTERED = ("input", "key", "query")
-_PROJECTED = (*_FILTERED, "gate", "time_step", "output")
+_PROJECTED = (*_FILTERED, "gate", "time_projection", "output")
 
 
 class Mamba2(Part):
     """norm((S_tᵀ C_t + D x_t) · silu(z_t)), where S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ.
 
-    x (`input`), B (`key`) and C (`query`) are projections of a token after a short convolution over
-    the text and silu; z (`gate`) is a projection. The time step Δ is softplus(`time_step` +
-    `dt_bias`) within `step_limits`. Heads of a group share B and C. The norm is the root mean
-    square over the heads of a group, in float32.
+    Here x is `input`, B `key`, C `query`, z `gate`, Δ `time`, D `skip` and A_log `log_rate`. x, B
+    and C have short convolutions and silu. Δ is softplus(time + time_bias), within `time_limits`.
+    Each of `kv_heads` groups of adjacent heads shares B and C, and is normed together.
 
     Args:
-      kv_heads: number of groups, which divides `heads`.
-      key_dim, value_dim: sizes of B and C, and of x and z, in each group and head.
-      width: number of tokens that the convolution sees.
-      filter_bias, bias: True if the filters, or the projections, have biases.
+      key_dim, value_dim: sizes of B and C of a group, and of x and z of a head.
+      width: number of tokens of the convolutions.
+      time_limits: least and largest Δ.
+      filter_bias, bias: True if the convolutions, or the projections, have biases.
+      epsilon: of the norm.
       residual_scale: factor of the output's initial values (`lmlib.models.weights`).
     """
 
@@ -58,28 +57,28 @@ class Mamba2(Part):
 
     kv_heads: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
-    step_limits: tuple[float, float] = eqx.field(static=True)
+    time_limits: tuple[float, float] = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
     gate: Float[Array, "embed heads value_dim"] = _PROJECTION()
     input: Float[Array, "embed heads value_dim"] = _PROJECTION()
     key: Float[Array, "embed kv_heads key_dim"] = _PROJECTION()
     query: Float[Array, "embed kv_heads key_dim"] = _PROJECTION()
-    time_step: Float[Array, "embed heads"] = _PROJECTION()
+    time: Float[Array, "embed heads"] = _PROJECTION()
     gate_bias: Float[Array, "heads value_dim"] | None = _BIAS()
     input_bias: Float[Array, "heads value_dim"] | None = _BIAS()
     key_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
     query_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
-    time_step_bias: Float[Array, "heads"] | None = _BIAS()
+    time_projection_bias: Float[Array, "heads"] | None = _BIAS()
     input_filter: Float[Array, "heads value_dim width"] = _FILTER()
     key_filter: Float[Array, "kv_heads key_dim width"] = _FILTER()
     query_filter: Float[Array, "kv_heads key_dim width"] = _FILTER()
     input_filter_bias: Float[Array, "heads value_dim"] | None = _BIAS()
     key_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
     query_filter_bias: Float[Array, "kv_heads key_dim"] | None = _BIAS()
-    A_log: Float[Array, "heads"] = weight(log_of_uniform(1, 16), dtype="float32")
-    dt_bias: Float[Array, "heads"] = weight(bias_of_time_steps(), dtype="float32")
-    D: Float[Array, "heads"] = weight(ones, dtype="float32")
+    log_rate: Float[Array, "heads"] = weight(LogOfUniform(1.0, 16.0), dtype="float32")
+    time_bias: Float[Array, "heads"] = weight(TimeSteps(), dtype="float32")
+    skip: Float[Array, "heads"] = weight(ones, dtype="float32")
     norm_scale: Float[Array, "heads value_dim"] = weight(ones, rules=_SIZES)
     output: Float[Array, "heads value_dim embed"] = weight(
         lambda self: fan_in("heads", "value_dim", scale=self.residual_scale), rules=_SIZES
@@ -94,7 +93,7 @@ class Mamba2(Part):
         key_dim: int,
         value_dim: int,
         width: int = 4,
-        step_limits: tuple[float, float] = (0.0, float("inf")),
+        time_limits: tuple[float, float] = (0.0, float("inf")),
         filter_bias: bool = True,
         bias: bool = False,
         epsilon: float = 1e-5,
@@ -104,9 +103,11 @@ class Mamba2(Part):
     ):
         if kv_heads > 0 and heads % kv_heads:
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
-        if not 0 <= step_limits[0] < step_limits[1]:
-            raise ValueError(f"step_limits must be two rising numbers from 0, got {step_limits}")
-        self.kv_heads, self.width, self.step_limits = kv_heads, width, step_limits
+        if not 0 <= time_limits[0] < time_limits[1]:
+            raise ValueError(
+                f"time_limits must be two rising numbers, at least 0, got {time_limits}"
+            )
+        self.kv_heads, self.width, self.time_limits = kv_heads, width, time_limits
         self.epsilon, self.residual_scale = epsilon, residual_scale
         absent = [] if bias else [f"{name}_bias" for name in _PROJECTED]
         absent += [] if filter_bias else [f"{name}_filter_bias" for name in _FILTERED]
@@ -128,7 +129,7 @@ class Mamba2(Part):
             x_BSHV = matmul("bse,ehv->bshv", x_BSE, self.input, precision)
             B_BSGK = matmul("bse,egk->bsgk", x_BSE, self.key, precision)
             C_BSGK = matmul("bse,egk->bsgk", x_BSE, self.query, precision)
-            dt_BSH = _biased(matmul("bse,eh->bsh", x_BSE, self.time_step), self.time_step_bias)
+            dt_BSH = _biased(matmul("bse,eh->bsh", x_BSE, self.time), self.time_projection_bias)
             z_BSHV = checkpoint_name(_biased(z_BSHV, self.gate_bias), "gate")
             x_BSHV = checkpoint_name(_biased(x_BSHV, self.input_bias), "input")
             B_BSGK = checkpoint_name(_biased(B_BSGK, self.key_bias), "key")
@@ -138,15 +139,15 @@ class Mamba2(Part):
             x_BSHV, of_x = self._convolved("input", x_BSHV, context, windows[0])
             B_BSGK, of_B = self._convolved("key", B_BSGK, context, windows[1])
             C_BSGK, of_C = self._convolved("query", C_BSGK, context, windows[2])
-            dt_BSH = jax.nn.softplus(_wide(dt_BSH) + self.dt_bias)
-            dt_BSH = jnp.clip(dt_BSH, *self.step_limits)
-            log_decay_BSH = -jnp.exp(self.A_log) * dt_BSH
+            dt_BSH = jax.nn.softplus(_wide(dt_BSH) + self.time_bias)
+            dt_BSH = jnp.clip(dt_BSH, *self.time_limits)
+            log_decay_BSH = -jnp.exp(self.log_rate) * dt_BSH
             v_BSHV = (_wide(x_BSHV) * dt_BSH[..., None]).astype(x_BSHV.dtype)
             y_BSHV, state = linear_recurrence(
                 C_BSGK, B_BSGK, v_BSHV, log_decay_BSH, None, context, state
             )
             y_BSHV = checkpoint_name(y_BSHV, "recurrence")
-            y_BSHV = _wide(y_BSHV) + self.D[:, None] * _wide(x_BSHV)
+            y_BSHV = _wide(y_BSHV) + self.skip[:, None] * _wide(x_BSHV)
             y_BSHV = self._normed(y_BSHV * jax.nn.silu(_wide(z_BSHV))).astype(z_BSHV.dtype)
             y_BSHV = y_BSHV * self.norm_scale
         with jax.named_scope("projections"):
@@ -173,25 +174,25 @@ class Mamba2(Part):
         return y_BSHV * jax.lax.rsqrt(square_BSH + self.epsilon)[..., None]
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> RecurrentState:
-        """See `Part.empty_cache`; its size does not depend on `length`."""
-        mesh = jax.sharding.get_abstract_mesh()
-        G, K, H, V = *self.key.shape[-2:], *self.input.shape[-2:]
-        G *= 1 if mesh.empty else repeats("kv_heads", G, COMPUTE, mesh)
-        state = reshard(jnp.zeros((rows, H, K, V), jnp.float32), ("batch", "heads", None, None))
-        windows = tuple(
-            reshard(jnp.zeros((rows, self.width - 1, *sizes), dtype), ("batch", None, axis, None))
-            for axis, *sizes in (("heads", H, V), ("kv_heads", G, K), ("kv_heads", G, K))
+        """See `Part.empty_cache`. The size does not depend on `length`."""
+        H, V, _ = self.output.shape[-3:]
+        *_, G, K = self.key.shape
+        before = rows, self.width - 1
+        of_x = empty(("batch", None, "heads", None), (*before, H, V), dtype)
+        of_B, of_C = (
+            empty(("batch", None, "kv_heads", None), (*before, G, K), dtype) for _ in "BC"
         )
-        return RecurrentState(state, windows)
+        state = empty(("batch", "heads", None, None), (rows, H, K, V), "float32")
+        return RecurrentState(state, (of_x, of_B, of_C))
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the projections, and 12 · heads · key_dim · value_dim for each state.
+        """FLOPs of weights and filters, and 12 · heads · key_dim · value_dim.
 
-        The latter are two products, one that writes to a state and one that reads it, which is less
-        than the chunked algorithm computes.
+        For each head, B xᵀ is added to the state, and C reads it.
         """
-        H, V = self.input.shape[-2:]
-        return product_flops(self) + 12 * H * self.key.shape[-1] * V
+        H, V, _ = self.output.shape[-3:]
+        filters = sum(getattr(self, f"{name}_filter").size for name in _FILTERED)
+        return product_flops(self) + 6.0 * filters + 12 * H * self.key.shape[-1] * V
 
 
 def _biased(x: Array, bias: Array | None) -> Array:

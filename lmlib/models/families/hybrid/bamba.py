@@ -29,7 +29,7 @@ def bamba(
     width: int = 4,
     filter_bias: bool = True,
     projection_bias: bool = False,
-    step_limits: tuple[float, float] = mamba.ANY_STEP,
+    time_limits: tuple[float, float] = mamba.ANY_TIME,
     **others: Any,
 ) -> Decoder:
     """Bamba: Llama with a Mamba-2 layer in place of attention, except in a few layers.
@@ -37,13 +37,13 @@ def bamba(
     Args:
       attention_layers: indices of the layers with attention.
       mamba_heads, mamba_head_dim, mamba_groups, mamba_state, width, filter_bias, projection_bias,
-      step_limits: `heads`, `value_dim`, `kv_heads`, `key_dim`, `width`, `filter_bias`, `bias` and
-        `step_limits` of `lmlib.models.recurrent.mamba2.Mamba2`.
+      time_limits: `heads`, `value_dim`, `kv_heads`, `key_dim`, `width`, `filter_bias`, `bias` and
+        `time_limits` of `lmlib.models.recurrent.mamba2.Mamba2`.
     """
     mixers = mamba.mixers(
         layers, attention_layers, Attention, heads=mamba_heads, value_dim=mamba_head_dim,
         kv_heads=mamba_groups, key_dim=mamba_state, width=width, filter_bias=filter_bias,
-        bias=projection_bias, step_limits=step_limits, epsilon=norm_epsilon,
+        bias=projection_bias, time_limits=time_limits, epsilon=norm_epsilon,
     )  # fmt: skip
     return transformer(
         embed=embed, layers=layers, norm_epsilon=norm_epsilon, rotary_fraction=rotary_fraction,

@@ -40,7 +40,7 @@ def granite_hybrid(
     width: int = 4,
     filter_bias: bool = True,
     projection_bias: bool = False,
-    step_limits: tuple[float, float] = mamba.ANY_STEP,
+    time_limits: tuple[float, float] = mamba.ANY_TIME,
     embedding_scale: float = 12.0,
     residual_multiplier: float = 0.22,
     attention_scale: float | None = None,
@@ -54,21 +54,23 @@ def granite_hybrid(
       mlp, experts, expert_mlp, top: sizes of the MLP that all tokens use, and number and size of
         further experts, of which each token uses `top`. Without experts the MLP is alone.
       attention_layers, mamba_heads, mamba_head_dim, mamba_groups, mamba_state, width, filter_bias,
-      projection_bias, step_limits: as in `lmlib.models.families.hybrid.bamba.bamba`.
+      projection_bias, time_limits: as in `lmlib.models.families.hybrid.bamba.bamba`.
     """
     scales = embedding_scale, residual_multiplier, attention_scale, logits_scale
     scaled, scale = granite.scaling(embed, heads, head_dim, tied, *scales)
     mixers = mamba.mixers(
         layers, attention_layers, functools.partial(Attention, scale=scale), heads=mamba_heads,
         value_dim=mamba_head_dim, kv_heads=mamba_groups, key_dim=mamba_state, width=width,
-        filter_bias=filter_bias, bias=projection_bias, step_limits=step_limits,
+        filter_bias=filter_bias, bias=projection_bias, time_limits=time_limits,
         epsilon=norm_epsilon,
     )  # fmt: skip
 
     def mixture(embed: int, mlp: int, **others: Any) -> Mixture:
         router = functools.partial(Router, normalized=True)
-        sizes = {"experts": experts, "top": top, "shared_mlp": mlp}
-        return Mixture(embed, expert_mlp or mlp, router=router, **sizes, **others)
+        size = expert_mlp or mlp
+        return Mixture(
+            embed, size, experts=experts, top=top, shared_mlp=mlp, router=router, **others
+        )
 
     return transformer(
         embed=embed, layers=layers, heads=heads, head_dim=head_dim, norm_epsilon=norm_epsilon,

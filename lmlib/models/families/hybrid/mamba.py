@@ -10,7 +10,7 @@ from lmlib.models.families.hugging_face.family import Key, Tensor
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.recurrent.mamba2 import Mamba2
 
-ANY_STEP = (0.0, math.inf)
+ANY_TIME = (0.0, math.inf)
 
 
 def mixers(
@@ -41,7 +41,7 @@ def attention_layers(model: Decoder) -> list[int]:
 # The projections, and the channels of the convolution, are joined.
 _PROJECTED = {
     "gate": "heads value_dim", "input": "heads value_dim", "key": "kv_heads key_dim",
-    "query": "kv_heads key_dim", "time_step": "heads",
+    "query": "kv_heads key_dim", "time": "heads",
 }  # fmt: skip
 _FILTERED = {name: _PROJECTED[name] for name in ("input", "key", "query")}
 TENSORS = (
@@ -50,7 +50,11 @@ TENSORS = (
         {f"attention.{name}": (axes, "embed") for name, axes in _PROJECTED.items()},
     ),
     Tensor(
-        "mamba.in_proj.bias", {f"attention.{name}_bias": (axes,) for name, axes in _PROJECTED.items()}
+        "mamba.in_proj.bias",
+        {
+            f"attention.{'time_projection' if name == 'time' else name}_bias": (axes,)
+            for name, axes in _PROJECTED.items()
+        },
     ),
     # The second axis has one element: each channel has a filter of its own.
     Tensor(
@@ -61,11 +65,14 @@ TENSORS = (
         "mamba.conv1d.bias",
         {f"attention.{name}_filter_bias": (axes,) for name, axes in _FILTERED.items()},
     ),
-    *(Tensor(f"mamba.{name}", {f"attention.{name}": ("heads",)}) for name in ("A_log", "dt_bias", "D")),
+    Tensor("mamba.A_log", {"attention.log_rate": ("heads",)}),
+    Tensor("mamba.dt_bias", {"attention.time_bias": ("heads",)}),
+    Tensor("mamba.D", {"attention.skip": ("heads",)}),
     Tensor("mamba.norm.weight", {"attention.norm_scale": ("heads value_dim",)}),
     Tensor("mamba.out_proj.weight", {"attention.output": ("embed", "heads value_dim")}),
     Tensor("mamba.out_proj.bias", {"attention.output_bias": ("embed",)}),
 )
+_ENDLESS = {"__float__": "Infinity"}  # as transformers 5 writes it
 IGNORED = ("mamba_chunk_size", "use_mamba_kernels")
 
 
@@ -97,22 +104,22 @@ KEYS = (
 
 
 def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `mamba_head_dim` and `step_limits`."""
+    """Returns `mamba_head_dim` and `time_limits`."""
     inner, heads = settings.take("mamba_expand", 2) * arguments["embed"], arguments["mamba_heads"]
     if inner % heads:
         raise settings.refused("mamba_n_heads", f"only divisors of {inner}")
     settings.only("mamba_d_head", "auto", inner // heads)
-    limits = settings.take("time_step_limit", [*ANY_STEP], list)
+    limits = settings.take("time_step_limit", [*ANY_TIME], list)
     numbers = [float(each.get("__float__")) if isinstance(each, dict) else each for each in limits]
     if [type(each) for each in numbers] not in ([float, float], [int, int], [int, float]):
         raise settings.refused("time_step_limit", "only two numbers")
-    return {"mamba_head_dim": inner // heads, "step_limits": tuple(numbers)}
+    return {"mamba_head_dim": inner // heads, "time_limits": tuple(numbers)}
 
 
 def written(model: Decoder) -> dict[str, Any]:
     """Returns the keys that `read` reads, without those that have their defaults."""
     size = _of(lambda mamba: mamba.input.shape[-2:], None)(model)
-    limits = _of(lambda mamba: mamba.step_limits, ANY_STEP)(model)
+    limits = _of(lambda mamba: mamba.time_limits, ANY_TIME)(model)
     found = dict[str, Any]()
     if size is not None:
         embed = model.embedding.shape[-1]
@@ -122,7 +129,7 @@ def written(model: Decoder) -> dict[str, Any]:
                 f"multiple of embed = {embed}"
             )
         found = {"mamba_d_head": size[1], "mamba_expand": math.prod(size) // embed}
-    if limits != ANY_STEP:
+    if limits != ANY_TIME:
         endless = {"__float__": "Infinity"}  # as transformers writes it
         found["time_step_limit"] = [endless if each == math.inf else each for each in limits]
     return found
