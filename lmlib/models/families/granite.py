@@ -106,7 +106,7 @@ SCALES = (
 )  # fmt: skip
 FAMILIES = (
     Family(
-        "granite", "GraniteForCausalLM", granite, shared.llama_names(), shared.llama_keys(shared.HEAD_DIM, *SCALES),
-        fixed=shared.NO_BIASES, reads=read_scales, writes=written_scales,
+        "granite", "GraniteForCausalLM", granite, shared.llama_names(),
+        shared.llama_keys(shared.HEAD_DIM, *SCALES), fixed=shared.NO_BIASES, reads=read_scales, writes=written_scales,
     ),
 )  # fmt: skip

@@ -34,9 +34,9 @@ _PROJECTED = (*_FILTERED, "gate", "time_projection", "output")
 
 
 class Mamba2(Part):
-    """norm((S_tᵀ C_t + D x_t) · silu(z_t)), where S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ.
+    """norm((S_tᵀ C_t + D x_t) · silu(z_t)) with a state S of each head.
 
-    Here x is `input`, B `key`, C `query`, z `gate`, Δ `time`, D `skip` and A_log `log_rate`. x, B
+    S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ (eq. 1, and §7.1). Here x is `input`, B `key`, C `query`, z `gate`, Δ `time`, D `skip` and A_log `log_rate`. x, B
     and C have short convolutions and silu. Δ is softplus(time + time_bias), within `time_limits`.
     Each of `kv_heads` groups of adjacent heads shares B and C, and is normed together.
 
@@ -154,7 +154,9 @@ class Mamba2(Part):
             residual = spec(context.compute.residual)
             y_BSE = matmul("bshv,hve->bse", y_BSHV, self.output, precision, residual)
             y_BSE = _biased(y_BSE, self.output_bias)
-        return y_BSE, cache if cache is None else RecurrentState(state, (of_x, of_B, of_C))
+        if cache is not None:
+            cache = RecurrentState(state, (of_x, of_B, of_C))  # type: ignore[arg-type]
+        return y_BSE, cache
 
     def _convolved(
         self, name: str, x_BS: Array, context: ForwardContext, window_BW: Array | None

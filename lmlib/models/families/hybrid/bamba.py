@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings

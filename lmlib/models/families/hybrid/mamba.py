@@ -110,10 +110,10 @@ def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
         raise settings.refused("mamba_n_heads", f"only divisors of {inner}")
     settings.only("mamba_d_head", "auto", inner // heads)
     limits = settings.take("time_step_limit", [*ANY_TIME], list)
-    numbers = [float(each.get("__float__")) if isinstance(each, dict) else each for each in limits]
-    if [type(each) for each in numbers] not in ([float, float], [int, int], [int, float]):
+    numbers = tuple(math.inf if each == _ENDLESS else each for each in limits)
+    if len(numbers) != 2 or not all(type(each) in (int, float) for each in numbers):
         raise settings.refused("time_step_limit", "only two numbers")
-    return {"mamba_head_dim": inner // heads, "time_limits": tuple(numbers)}
+    return {"mamba_head_dim": inner // heads, "time_limits": numbers}
 
 
 def written(model: Decoder) -> dict[str, Any]:
@@ -130,6 +130,5 @@ def written(model: Decoder) -> dict[str, Any]:
             )
         found = {"mamba_d_head": size[1], "mamba_expand": math.prod(size) // embed}
     if limits != ANY_TIME:
-        endless = {"__float__": "Infinity"}  # as transformers writes it
-        found["time_step_limit"] = [endless if each == math.inf else each for each in limits]
+        found["time_step_limit"] = [_ENDLESS if each == math.inf else each for each in limits]
     return found
