@@ -107,6 +107,7 @@ SCALES = (
 FAMILIES = (
     Family(
         "granite", "GraniteForCausalLM", granite, shared.llama_names(),
-        shared.llama_keys(shared.HEAD_DIM, *SCALES), fixed=shared.NO_BIASES, reads=read_scales, writes=written_scales,
+        shared.llama_keys(shared.HEAD_DIM, *SCALES), fixed=shared.NO_BIASES,
+        reads=read_scales, writes=written_scales,
     ),
 )  # fmt: skip
