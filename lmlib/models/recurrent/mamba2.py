@@ -148,8 +148,8 @@ class Mamba2(Part):
             )
             y_BSHV = checkpoint_name(y_BSHV, "recurrence")
             y_BSHV = _wide(y_BSHV) + self.skip[:, None] * _wide(x_BSHV)
-            y_BSHV = self._normed(y_BSHV * jax.nn.silu(_wide(z_BSHV))).astype(z_BSHV.dtype)
-            y_BSHV = y_BSHV * self.norm_scale
+            y_BSHV = self._normed(y_BSHV * jax.nn.silu(_wide(z_BSHV))) * self.norm_scale
+            y_BSHV = y_BSHV.astype(z_BSHV.dtype)
         with jax.named_scope("projections"):
             residual = spec(context.compute.residual)
             y_BSE = matmul("bshv,hve->bse", y_BSHV, self.output, precision, residual)
@@ -161,10 +161,11 @@ class Mamba2(Part):
     def _convolved(
         self, name: str, x_BS: Array, context: ForwardContext, window_BW: Array | None
     ) -> tuple[Array, Array | None]:
-        """silu(convolution + bias), and the new window."""
-        filter_W = getattr(self, f"{name}_filter")
-        x_BS, window_BW = causal_convolution(x_BS, filter_W, context, window_BW)
-        return jax.nn.silu(_biased(x_BS, getattr(self, f"{name}_filter_bias"))), window_BW
+        """silu(convolution + bias), added up in float32, and the new window."""
+        filter_W = _wide(getattr(self, f"{name}_filter"))
+        y_BS, window_BW = causal_convolution(_wide(x_BS), filter_W, context, window_BW)
+        y_BS = _biased(y_BS, getattr(self, f"{name}_filter_bias"))
+        return jax.nn.silu(y_BS).astype(x_BS.dtype), window_BW
 
     def _normed(self, y_BSHV: Float[Array, "b s heads value_dim"]) -> Array:
         """y / rms(y) over the heads of each group. `tensor` gathers one number for each head."""
