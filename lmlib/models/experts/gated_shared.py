@@ -3,16 +3,14 @@
 Shapes: B batch, S sequence, E embed, O one.
 """
 
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.matmul import matmul
 from lmlib.models.part import AuxOutputs
-from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.weights import fan_in, initial_values, weight
+from lmlib.models.parts.mlp import Activation, GatedMLP, silu
+from lmlib.models.weights import fan_in, fill, weight
 from lmlib.parallel.layout import reshard
 
 
@@ -27,9 +25,17 @@ class GatedSharedExperts(GatedMLP):
 
     share: Float[Array, "embed one"] = weight(fan_in("embed"), rules={"one": None})
 
-    def __init__(self, embed: int, mlp: int, *, key: PRNGKeyArray, **others: Any):
-        super().__init__(embed, mlp, key=key, **others)
-        self.share = initial_values(self, "share", key, embed=embed, one=1)
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        activation: Activation = silu,
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        self.activation, self.residual_scale = activation, residual_scale
+        fill(self, key, embed=embed, mlp=mlp, one=1)
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
