@@ -145,8 +145,9 @@ def _of_pieces(
         for x in affine_map(tokens, before_BM, chunk)
     )
 
-    def step(state_BGKRV: Array, of_piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        return applied(*of_piece, state_BGKRV), state_BGKRV
+    def step(state_BGKRV: Array, of_piece: tuple[Array, ...]) -> tuple[Array, Array]:
+        factor, added_BGKRV = of_piece
+        return applied(factor, added_BGKRV, state_BGKRV), state_BGKRV
 
     end_BGKRV, starts_CBGKRV = jax.lax.scan(step, state_BGKRV, tuple(of_row))
     own_starts = jnp.moveaxis(starts_CBGKRV[own_M], 0, 1).reshape(B * M, *state_BGKRV.shape[1:])
