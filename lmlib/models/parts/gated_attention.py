@@ -34,7 +34,7 @@ class GatedAttention(Attention):
     per_head: bool = eqx.field(static=True)
     gate: Float[Array, "embed heads ..."] = weight(fan_in("embed"))
 
-    def __init__(self, *sizes: int, per_head: bool = False, **attention: Any):
+    def __init__(self, *sizes: Any, per_head: bool = False, **attention: Any):
         self.per_head = per_head
         super().__init__(*sizes, **attention)
 
