@@ -31,7 +31,7 @@ from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
-from lmlib.models.families.hybrid import bamba, granite_hybrid
+from lmlib.models.families.hybrid import bamba, granite_hybrid, qwen3_next
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -52,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     *gpt_oss.FAMILIES,
     *bamba.FAMILIES,
     *granite_hybrid.FAMILIES,
+    *qwen3_next.FAMILIES,
 )
 
 

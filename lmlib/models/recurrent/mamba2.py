@@ -36,9 +36,10 @@ _PROJECTED = (*_FILTERED, "gate", "time_projection", "output")
 class Mamba2(Part):
     """norm((S_tᵀ C_t + D x_t) · silu(z_t)) with a state S of each head.
 
-    S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ (eq. 1, and §7.1). Here x is `input`, B `key`, C `query`, z `gate`, Δ `time`, D `skip` and A_log `log_rate`. x, B
-    and C have short convolutions and silu. Δ is softplus(time + time_bias), within `time_limits`.
-    Each of `kv_heads` groups of adjacent heads shares B and C, and is normed together.
+    S_t = exp(-exp(A_log) Δ_t) S_{t-1} + Δ_t B_t x_tᵀ (eq. 1, and §7.1). In the paper's letters,
+    `input` is x, `key` B, `query` C, `gate` z, `time` Δ, `skip` D and `log_rate` A_log. x, B and C
+    have short convolutions and silu. Δ is softplus(time + time_bias), within `time_limits`. Each of
+    `kv_heads` groups of adjacent heads shares B and C, and is normed together.
 
     Args:
       key_dim, value_dim: sizes of B and C of a group, and of x and z of a head.

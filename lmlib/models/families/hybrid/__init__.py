@@ -1,1 +1,1 @@
-"""Families that mix recurrent layers with attention, each with its paper."""
+"""Families that mix recurrent layers with attention."""
