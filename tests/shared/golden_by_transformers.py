@@ -22,10 +22,10 @@ def random_model(kind: str, keys: dict[str, Any]) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *kept_buffers(model).items()]:
-            # Logarithms of rates become smaller, so that states remember many tokens.
-            factor = 4 if weight.ndim > 1 and not name.endswith("A_log") else 1
-            weight.mul_(factor).add_(0.1 * torch.randn_like(weight))
-            weight.sub_(3 if name.endswith("A_log") else 0)
+            is_rate = name.endswith("A_log")
+            weight.mul_(4 if weight.ndim > 1 and not is_rate else 1)
+            weight.add_(0.1 * torch.randn_like(weight))
+            weight.sub_(5 if is_rate else 0)  # so that states remember many tokens
     return model.float().eval()
 
 
@@ -151,7 +151,7 @@ def _meant(
     folder: Path, whole: dict[str, Any], path: tuple[str, ...], content: dict[str, Any], logits: Any
 ) -> Any:
     """The value of the key at `path` that gives these logits."""
-    stated: Any = transformers.AutoConfig.for_model(**content).to_dict()
+    stated: Any = transformers.AutoConfig.from_pretrained(folder).to_dict()
     usual: Any = whole
     for key in path:
         stated = stated.get(key) if isinstance(stated, dict) else None
