@@ -40,7 +40,7 @@ def causal_convolution(
     for j in range(1, width):
         earlier = whole[:, width - 1 - j : width - 1 - j + S]
         if segments is not None:
-            shifted = jnp.pad(segments, ((0, 0), (j, 0)), constant_values=-1)[:, :S]
+            shifted = jnp.pad(segments, ((0, 0), (j, 0)), mode="edge")[:, :S]
             same = (segments == shifted).reshape(*segments.shape, *(1,) * (x_BS.ndim - 2))
             earlier = jnp.where(same, earlier, 0)
         total += earlier * filter_W[..., width - 1 - j]

@@ -33,14 +33,19 @@ def layers(model: Decoder) -> list[BlockBase]:
 
 
 def attentions(model: Decoder) -> list[Attention]:
-    """Returns the attention of each layer that has one; raises ValueError if no layer has."""
+    """Returns the attention of each layer; raises ValueError as `a` does."""
+    return [a(Attention, layer.attention) for layer in layers(model)]
+
+
+def mixer(model: Decoder, kind: type[K]) -> K:
+    """Returns the first layer's mixer that is a `kind`; raises ValueError if there is none."""
     mixers = [layer.attention for layer in layers(model)]
-    return [each for each in mixers if isinstance(each, Attention)] or [a(Attention, mixers[0])]
+    return next((each for each in mixers if isinstance(each, kind)), None) or a(kind, mixers[0])
 
 
 def attention(model: Decoder) -> Attention:
-    """Returns the attention of the first layer that has one."""
-    return attentions(model)[0]
+    """Returns the attention of the first layer that has it."""
+    return mixer(model, Attention)
 
 
 def mlp(model: Decoder, kind: type[K]) -> K:
@@ -49,7 +54,7 @@ def mlp(model: Decoder, kind: type[K]) -> K:
 
 
 def head_dim(model: Decoder) -> int:
-    """Returns the head size of the first layer with attention."""
+    """Returns the head size of the first layer."""
     return int(attention(model).query.shape[-1])
 
 

@@ -135,7 +135,10 @@ def _has_bias(model: Decoder) -> Any:
     return ... if found is None else found.output_bias is not None
 
 
-_ALSO = {"intermediate_size": ("block_ff_dim",), "tie_word_embeddings": ("tie_embedding",)}
+_OTHERS = {
+    "intermediate_size": {"default": 12_288, "also": ("block_ff_dim",)},
+    "tie_word_embeddings": {"also": ("tie_embedding",)},
+}
 _KEYS = shared.llama_keys(
     shared.HEAD_DIM, tied_by_default=True, kv_heads=8, norm=shared.epsilon("norm_eps", 1e-5)
 )
@@ -144,7 +147,7 @@ FAMILIES = (
         "lfm2", "Lfm2ForCausalLM", lfm2,
         Names((shared.OUTSIDE[0], _NORM, shared.OUTSIDE[2]), _LAYER),
         (
-            *(key._replace(also=_ALSO.get(key.name, ())) for key in _KEYS),
+            *(key._replace(**_OTHERS.get(key.name, {})) for key in _KEYS),
             Key("conv_L_cache", "width", _width, 3),
             Key("conv_bias", "convolution_bias", _has_bias, False, bool),
         ),
