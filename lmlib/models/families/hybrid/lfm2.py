@@ -1,7 +1,7 @@
 """LFM2 (Amini et al. 2025, arXiv:2511.23404): gated short convolutions and some attention."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmlib.models.decoder import Decoder
@@ -120,22 +120,17 @@ def _written(model: Decoder) -> dict[str, Any]:
     return {"layer_types": [kinds.get(kind) for kind in mixers], "block_auto_adjust_ff_dim": False}
 
 
-def _of_convolution(model: Decoder) -> ShortConvolution | None:
-    mixers = (layer.attention for layer in parts.layers(model))
-    return next((each for each in mixers if isinstance(each, ShortConvolution)), None)
+def _of_convolution(value: Callable[[ShortConvolution], Any]) -> Callable[[Decoder], Any]:
+    """Returns a function that reads a value of the first convolution, or `...` without one."""
+
+    def read(model: Decoder) -> Any:
+        mixers = (layer.attention for layer in parts.layers(model))
+        return next((value(each) for each in mixers if isinstance(each, ShortConvolution)), ...)
+
+    return read
 
 
-def _width(model: Decoder) -> Any:
-    found = _of_convolution(model)
-    return ... if found is None else found.width
-
-
-def _has_bias(model: Decoder) -> Any:
-    found = _of_convolution(model)
-    return ... if found is None else found.output_bias is not None
-
-
-_OTHERS = {
+_OTHERS: dict[str, dict[str, Any]] = {
     "intermediate_size": {"default": 12_288, "also": ("block_ff_dim",)},
     "tie_word_embeddings": {"also": ("tie_embedding",)},
 }
@@ -148,8 +143,11 @@ FAMILIES = (
         Names((shared.OUTSIDE[0], _NORM, shared.OUTSIDE[2]), _LAYER),
         (
             *(key._replace(**_OTHERS.get(key.name, {})) for key in _KEYS),
-            Key("conv_L_cache", "width", _width, 3),
-            Key("conv_bias", "convolution_bias", _has_bias, False, bool),
+            Key("conv_L_cache", "width", _of_convolution(lambda one: one.width), 3),
+            Key(
+                "conv_bias", "convolution_bias",
+                _of_convolution(lambda one: one.output_bias is not None), False, bool,
+            ),
         ),
         Rope(1_000_000.0),
         only={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
