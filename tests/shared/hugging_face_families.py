@@ -41,6 +41,11 @@ WITH_EXPERTS = tuple(
     name for name, (kind, _) in FAMILIES.items()
     if kind in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 )  # fmt: skip
+# With layers that have no attention weights.
+HYBRID = tuple(
+    name for name, (kind, _) in FAMILIES.items()
+    if kind in ("lfm2", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "kimi_linear")
+)  # fmt: skip
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
 ADAPTERS = {
