@@ -2,10 +2,9 @@
 
     python -m runner --fdl_config=experiments/lfm2_1_2b --workdir=/tmp/lfm2_1_2b
 
-Sizes of LiquidAI/LFM2-1.2B, from memory: they give its 1,170,340,608 parameters. Where the file says
-nothing, the sizes are the defaults of transformers. Data as in experiments/llama_84m.py with
---tokenizer=LiquidAI/LFM2-1.2B and --out=data/c4_lfm2. About 20 tokens per parameter; all else as in
-experiments/llama_3_2_1b.py.
+Sizes of LiquidAI/LFM2-1.2B, from memory; they give its 1,170,340,608 parameters. All others are the
+defaults of transformers. Data as in experiments/llama_84m.py with --tokenizer=LiquidAI/LFM2-1.2B
+and --out=data/c4_lfm2. About 20 tokens per parameter; all else as in experiments/llama_3_2_1b.py.
 """
 
 import fiddle as fdl
@@ -14,7 +13,11 @@ from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.hybrid.lfm2 import lfm2
 
-tiny = tiny_with(kv_heads=2, attention_layers=(1,))
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same experiment at a size for tests: synthetic data, seconds on a laptop."""
+    tiny_with(kv_heads=2)(cfg)
+    cfg.model.attention_layers = (1,)
 
 
 def config() -> fdl.Config[Experiment]:
