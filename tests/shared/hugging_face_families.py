@@ -39,13 +39,9 @@ KINDS = tuple(
 )
 WITH_EXPERTS = tuple(
     name for name, (kind, _) in FAMILIES.items()
-    if kind in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+    if kind in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next")
 )  # fmt: skip
-# With layers that have no attention weights.
-HYBRID = tuple(
-    name for name, (kind, _) in FAMILIES.items()
-    if kind in ("lfm2", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "kimi_linear")
-)  # fmt: skip
+HYBRIDS = tuple(name for name, (kind, _) in FAMILIES.items() if kind in ("qwen3_next", "lfm2"))
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
 ADAPTERS = {
