@@ -30,8 +30,8 @@ def layer(bias=True):
     return laid_out.drawn(shapes)
 
 
-def context(positions_BS, segments_BS=None, compute=Compute(dtype="float32")):
-    return ForwardContext(jnp.asarray(positions_BS), segments_BS, compute)
+def context(positions_BS, segments_BS=None):
+    return ForwardContext(jnp.asarray(positions_BS), segments_BS, Compute(dtype="float32"))
 
 
 def inputs():

@@ -212,9 +212,6 @@ def test_changes_stay_as_large_in_wider_models(name, optimizer):
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "ShortConvolution"])
 def test_keys_that_grow_are_refused(name):
-    def of_key_dim(key_dim, key):
-        return LAYERS[name][0](E, H, G, key_dim=key_dim, key=key)
-
     def model(key_dim=6, *, key):
         def recurrent(*sizes, rotary, window, **others):
             return LAYERS[name][0](*sizes[:3], key_dim=key_dim, **others)
