@@ -15,9 +15,9 @@ from lmlib.models.part import ActivationNames, Part
 from lmlib.models.recurrent.cache import RecurrentState, empty
 from lmlib.models.recurrent.convolution import causal_convolution
 from lmlib.models.weights import fan_in, fill, normal, product_flops, weight, zeros
-from lmlib.parallel.layout import spec
+from lmlib.parallel.layout import COMPUTE, spec
 
-_SIZES = {"channels": "tensor", "width": None}
+_SIZES = {"channels": COMPUTE["mlp"], "width": None}
 
 
 class ShortConvolution(Part):
