@@ -29,6 +29,7 @@ from lmlib.models.forward_context import single_document_context
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.parts.attention import Attention
 from lmlib.models.recurrent.gated_deltanet import GatedDeltaNet
+from lmlib.models.recurrent.mamba2 import Mamba2
 from lmlib.models.recurrent.short_convolution import ShortConvolution
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
@@ -51,6 +52,14 @@ LAYERS = {
         ),
         ("query", "key", "value", "gate", "output"), ("rate", "time"),
         6 * (2 * QUERY + 3 * VALUE + 2 * E * H + 4 * (2 * G * K + H * U) + 3 * H * K * U),
+        (3 * (2 * G * K + H * U), H * K * U),
+    ),
+    "Mamba2": (
+        lambda embed, heads, kv_heads, key_dim=K, **others: Mamba2(
+            embed, heads, kv_heads, key_dim, U, **others
+        ),
+        ("query", "key", "input", "gate", "output"), ("time",),
+        6 * (2 * QUERY + 3 * VALUE + E * H + 4 * (2 * G * K + H * U) + 2 * H * K * U),
         (3 * (2 * G * K + H * U), H * K * U),
     ),
     "ShortConvolution": (
