@@ -1,0 +1,1 @@
+"""Families with recurrent layers and attention in turn."""
