@@ -26,6 +26,7 @@ class Features(NamedTuple):
     h_BSE: Float[Array, "b s embed"]  # the input of the unembedding, in the compute dtype
     aux: AuxOutputs  # reports of the model, over all tokens except padding
     observed: Any  # the results of `observe` in each layer
+    context: ForwardContext
 
 
 def features(
@@ -66,7 +67,7 @@ def features(
     check_like(model, h_BSE, trunk.x_BSE)
     # The gradient, which is as large, is saved for the backward pass.
     h_BSE = checkpoint_name(h_BSE, "loss_gradient")
-    return Features(h_BSE, trunk.aux, trunk.observed)
+    return Features(h_BSE, trunk.aux, trunk.observed, context)
 
 
 def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:
