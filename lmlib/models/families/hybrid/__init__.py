@@ -1,1 +1,1 @@
-"""Families with recurrent layers and attention in turn."""
+"""Families that mix recurrent layers with attention."""
