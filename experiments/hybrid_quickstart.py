@@ -1,4 +1,4 @@
-"""OLMo Hybrid 2M on Python sources, 1,200 steps of 4,096 tokens; 4.6e13 FLOPs, 9 minutes on 2 CPU cores.
+"""Hybrid 2M on Python sources, 1,200 steps of 4,096 tokens; 4.6e13 FLOPs, 9 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/hybrid_quickstart --workdir=/tmp/hybrid_quickstart
 

@@ -1,4 +1,4 @@
-"""OLMo Hybrid 7B on C4, 140,000 steps of 1,048,576 tokens; 6.5e21 FLOPs, 4,500 H100-hours at 40 % MFU.
+"""OLMo Hybrid 7B, 140,000 steps of 1,048,576 tokens; 6.5e21 FLOPs, 4,500 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/olmo_hybrid_7b --workdir=/tmp/olmo_hybrid_7b
 
