@@ -39,7 +39,7 @@ def test_killed_and_resumed_it_has_the_same_bits_and_is_exported(tmp_path):
     assert_same_bits(fit(cfg, workdir).state, expected.state)
 
     loaded = load(str(workdir))
-    assert loaded.generate("def ", max_tokens=5)[0].text
+    assert loaded.generate("def ", max_tokens=5) == loaded.generate("def ", max_tokens=5)
 
     model = expected.state.model
     hf.save(model, tmp_path / "hf")
