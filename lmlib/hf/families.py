@@ -31,7 +31,14 @@ from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
-from lmlib.models.families.hybrid import bamba, granite_hybrid, kimi_linear, qwen3_next
+from lmlib.models.families.hybrid import (
+    bamba,
+    granite_hybrid,
+    kimi_linear,
+    lfm2,
+    olmo_hybrid,
+    qwen3_next,
+)
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -51,6 +58,8 @@ FAMILIES: tuple[Family, ...] = (
     *deepseek.FAMILIES,
     *gpt_oss.FAMILIES,
     *kimi_linear.FAMILIES,
+    *lfm2.FAMILIES,
+    *olmo_hybrid.FAMILIES,
     *bamba.FAMILIES,
     *granite_hybrid.FAMILIES,
     *qwen3_next.FAMILIES,

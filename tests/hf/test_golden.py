@@ -35,8 +35,13 @@ SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
 # In bfloat16, routers choose some other experts, in transformers too. That changes much more than
 # rounding if shares do not add up to one or gates are steep.
 CHOOSY = (
-    *("deepseek_v3_direct_queries", "gpt_oss", "kimi_linear", "kimi_linear_query_latent"),
-    *("qwen3_next", "qwen3_next_some_dense"),
+    "deepseek_v3_direct_queries",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_next_some_dense",
+    "olmo_hybrid",
+    "kimi_linear",
+    "kimi_linear_query_latent",
 )
 
 

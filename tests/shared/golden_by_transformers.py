@@ -71,15 +71,35 @@ def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def save(model: Any, folder: Path) -> None:
-    """Writes a folder, for Kimi Linear with the names of the published one.
+    """Writes a folder, with the names and shapes of the published one.
 
-    transformers 5.23 writes the MLPs of Kimi's dense layers as if they were experts.
+    transformers 5.23 cuts OLMo Hybrid's filters of queries, keys and values into thirds of equal
+    size, and gives the first norm of its layers with attention the name of the second one in other
+    layers. It writes the MLPs of Kimi Linear's dense layers as if they were experts.
     """
     model.save_pretrained(folder)
+    if model.config.model_type not in ("olmo_hybrid", "kimi_linear"):
+        return
+    held = load_file(folder / "model.safetensors")
     if model.config.model_type == "kimi_linear":
-        held = load_file(folder / "model.safetensors")
-        named = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): x for n, x in held.items()}
-        save_file(named, folder / "model.safetensors", {"format": "pt"})
+        held = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): x for n, x in held.items()}
+    else:
+        _as_published(held, model.config.layer_types)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def _as_published(held: dict[str, torch.Tensor], kinds: list[str]) -> None:
+    """Renames and cuts OLMo Hybrid's tensors."""
+    for number, kind in enumerate(kinds):
+        layer = f"model.layers.{number}."
+        if kind == "full_attention":
+            norm = held.pop(f"{layer}feedforward_layer_norm.weight")
+            held[f"{layer}post_attention_layernorm.weight"] = norm
+        else:
+            names = [f"{layer}linear_attn.{name}_conv1d.weight" for name in "qkv"]
+            sizes = [len(held[name.replace("conv1d", "proj")]) for name in names]
+            filters = torch.cat([held[name] for name in names]).split(sizes)
+            held.update({name: each.clone() for name, each in zip(names, filters, strict=True)})
 
 
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ WITH_EXPERTS = tuple(
 HYBRIDS = tuple(
     name
     for name, (kind, _) in FAMILIES.items()
-    if kind in ("qwen3_next", "bamba", "granitemoehybrid", "kimi_linear")
+    if kind in ("qwen3_next", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2", "kimi_linear")
 )
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
