@@ -14,6 +14,7 @@ take turns; the first compiles and is not counted, and values are medians.
 layers, compiled for `--topology`, and the time that lmlib.plan expects of it.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -175,8 +176,6 @@ def measured_decoding(embed: int, contexts: Sequence[int]) -> str:
 
 def planned(topology: str) -> str:
     """The plans of Llama 1B, and of the hybrid of its sizes."""
-    import fiddle as fdl
-
     from lmlib.models.families.hybrid.qwen3_next import qwen3_next
     from lmlib.plan import targets
     from lmlib.plan.planner import plan
@@ -186,18 +185,19 @@ def planned(topology: str) -> str:
 
     targets.prepare(target := targets.parse(topology))
     set_gpu_flags()
-    cfg = load("experiments/llama_1b")
-    hybrid, llama = load("experiments/llama_1b"), cfg.model
-    hybrid.model = fdl.Partial(
-        qwen3_next, vocab=llama.vocab, embed=llama.embed, layers=llama.layers, mlp=llama.mlp,
-        heads=llama.heads, kv_heads=llama.heads, head_dim=llama.head_dim,
-        dense_layers=(*range(llama.layers),), linear_heads=llama.heads,
-        linear_kv_heads=llama.heads, linear_value_dim=llama.head_dim,
-        linear_key_dim=llama.head_dim,
+    llama = built(without_data(load("experiments/llama_1b")), target.devices())
+    sizes = llama.model.keywords
+    names = "vocab", "embed", "layers", "heads", "head_dim", "mlp"
+    heads, head_dim, layers = (sizes[name] for name in ("heads", "head_dim", "layers"))
+    model = functools.partial(
+        qwen3_next, **{name: sizes[name] for name in names}, kv_heads=heads,
+        dense_layers=(*range(layers),), linear_heads=heads, linear_kv_heads=heads,
+        linear_key_dim=head_dim, linear_value_dim=head_dim,
     )  # fmt: skip
     rows = [["", "parameters", "kernels", "GB moved", "step, ms", "MFU", "memory, GB"]]
-    for name, each in (("Llama 1B", cfg), ("hybrid 3:1", hybrid)):
-        report = plan(built(without_data(each), target.devices()), target)
+    hybrid = dataclasses.replace(llama, model=model)
+    for name, experiment in (("Llama 1B", llama), ("hybrid 3:1", hybrid)):
+        report = plan(experiment, target)
         assert report.kernels is not None and report.estimate is not None, "it does not fit"
         rows.append(
             [
