@@ -228,6 +228,6 @@ FAMILIES = (
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
         Names(shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS), _KEYS,
         Rope(fraction=0.25, partial=True), fixed=shared.SILU | {"attention_bias": False},
-        ignored=mixtures.IGNORED, reads=_read, writes=_written,
+        only={"use_sliding_window": (False, None)}, ignored=mixtures.IGNORED, reads=_read, writes=_written,
     ),
 )  # fmt: skip
