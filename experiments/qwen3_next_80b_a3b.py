@@ -1,4 +1,4 @@
-"""Qwen3-Next 80B on C4, 37,000 steps of 2,097,152 tokens; 1.8e21 FLOPs, 1,400 H100-hours at 40 % MFU.
+"""Qwen3-Next on C4, 37,000 steps of 2,097,152 tokens; 1.9e21 FLOPs, 1,300 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/qwen3_next_80b_a3b --workdir=/tmp/qwen3_next_80b_a3b
 
