@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PRNGKeyArray
 
 from lmlib.hf.folder import read_json
+from lmlib.hf.names import heads_in
+from lmlib.hf.tensor_files import tensor_names
 from lmlib.models.decoder import Decoder
 from lmlib.models.differences import differences
 from lmlib.models.experts.router import without_load
@@ -30,6 +32,7 @@ from lmlib.models.families import (
 from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.multi_token import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
 
 FAMILIES: tuple[Family, ...] = (
@@ -79,11 +82,18 @@ class Described:
 def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
     """Reads `folder`/config.json, which must describe one of `families`.
 
+    The model has the heads of multi-token prediction whose tensors the folder, or its index, has.
     Raises FolderError if the file is missing, it has an unknown key or value, or its model is not
     possible.
     """
     file = folder / "config.json"
-    found = described_by(read_json(file), str(file), families)
+    content = read_json(file)
+    names = [each.names for each in families if each.model_type == content.get("model_type")]
+    layers = content.get("num_hidden_layers")
+    if names and names[0].heads and type(layers) is int:
+        # transformers writes 1 for folders without heads too.
+        content[HEADS] = len(heads_in(tensor_names(folder), names[0], layers))
+    found = described_by(content, str(file), families)
     found.shapes  # noqa: B018 - refuses sizes that do not go together
     return found
 

@@ -22,7 +22,7 @@ from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
-from lmlib.hf.names import Placed, Share, concatenate_shares, placed
+from lmlib.hf.names import Placed, Share, concatenate_shares, placed, repeated
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
@@ -108,6 +108,9 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
+    by_name = {each.name: each for each in wanted}
+    copies = repeated(model, family.names)
+    wanted += [by_name[of]._replace(name=name) for name, of in copies.items()]
     unfinished = folder / UNFINISHED  # until all tensors are written; missing bytes are zeros
     files = laid_out(
         unfinished,
