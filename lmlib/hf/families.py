@@ -34,6 +34,7 @@ from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.multi_token import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
+from lmlib.models.families.hybrid import qwen3_next
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -52,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     *olmoe.FAMILIES,
     *deepseek.FAMILIES,
     *gpt_oss.FAMILIES,
+    *qwen3_next.FAMILIES,
 )
 
 
