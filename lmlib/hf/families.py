@@ -32,9 +32,10 @@ from lmlib.models.families import (
 from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
-from lmlib.models.families.hugging_face.multi_token import HEADS
+from lmlib.models.families.hugging_face.multi_token_prediction import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
 from lmlib.models.families.hybrid import qwen3_next
+from lmlib.models.multi_token import MultiTokenDecoder
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -147,6 +148,12 @@ def family_of(
     chosen = [each for each in families if model_type in (None, each.model_type)]
     reasons = set[str]()
     for family in chosen:
+        if isinstance(model, MultiTokenDecoder) and not family.names.heads:
+            reasons.add(
+                "it has heads of multi-token prediction, for which the family has no tensors: save "
+                "the model that `lmlib.models.multi_token.without_heads` returns"
+            )
+            continue
         try:
             content = {"model_type": family.model_type, **family.settings(model)}
             shapes = described_by(content, "config.json", [family]).shapes

@@ -174,10 +174,21 @@ class MultiTokenDecoder(Decoder):
         return (*super().weight_groups(), *heads)
 
 
+def without_heads(model: Any) -> Any:
+    """Returns the decoder of a `MultiTokenDecoder`, and any other model as it is."""
+    if not isinstance(model, MultiTokenDecoder):
+        return model
+    decoder = object.__new__(Decoder)
+    for field in dataclasses.fields(Decoder):
+        object.__setattr__(decoder, field.name, getattr(model, field.name))
+    return decoder
+
+
 def multi_token(
     of: Callable[..., Decoder],
     depths: int = 1,
     norm: Callable[..., Norm] = RMSNorm,
+    like: Callable[..., Decoder] | None = None,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
@@ -185,11 +196,11 @@ def multi_token(
 
         model=fdl.Partial(multi_token, of=fdl.Partial(llama, …))
 
-    A head's layer and last norm are like the decoder's last ones, with new weights.
-
     Args:
       depths: number of heads, the number of tokens predicted after the next one; 0 for none.
       norm: makes the norms of embeddings and features, `norm(embed=…, key=…)`.
+      like: a head's layer and last norm are the last ones of a decoder that this makes, with new
+        weights; `None`: `of`.
     """
     if depths < 0:
         raise ValueError(f"depths must not be negative, got {depths}")
@@ -198,7 +209,7 @@ def multi_token(
 
     def head(key: PRNGKeyArray, depth: int) -> Predictor:
         own = fold_in_name(key, f"depth {depth}")
-        other = of(key=own)
+        other = (like or of)(key=own)
         embed = other.embedding.shape[-1]
         last = jax.tree.map(lambda w_R: w_R[-1:], other.stack.patterns[-1][-1])
         stack = eqx.tree_at(lambda stack: stack.patterns, other.stack, ((last,),))

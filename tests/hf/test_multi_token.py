@@ -1,6 +1,5 @@
 """Heads of multi-token prediction in Hugging Face folders, both ways."""
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -15,20 +14,27 @@ from hugging_face_families import GOLDEN, tensors
 from safetensors.numpy import save_file
 
 from lmlib import hf
-from lmlib.hf.families import described, described_by, family_of
+from lmlib.hf.families import described_by, family_of
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
-from lmlib.models.multi_token import MultiTokenDecoder, multi_token
+from lmlib.models.multi_token import MultiTokenDecoder, multi_token, without_heads
+from lmlib.parallel.mesh import make_mesh
 
-HEADS = {"deepseek_v3": 2, "deepseek_v3_direct_queries": 1}  # by name of a golden folder
+HEADS = {  # by name of a golden folder: a prefix for each head
+    "deepseek_v3": ("model.layers.3.", "model.layers.4."),
+    "deepseek_v3_direct_queries": ("model.layers.3.",),
+    "qwen3_next": ("mtp.",),
+    "qwen3_next_some_dense": ("mtp.",),  # whose last layer is recurrent
+}
+MATRIX = {"model.layers.3.": "eh_proj", "model.layers.4.": "eh_proj", "mtp.": "fc"}
 
 
 @functools.cache
 def model(name):
     content = json.loads((GOLDEN / name / "config.json").read_text())
-    content["num_nextn_predict_layers"] = HEADS[name]
+    content["num_nextn_predict_layers"] = len(HEADS[name])
     return laid_out.drawn(described_by(content, "config.json").shapes, seed=3)
 
 
@@ -41,9 +47,7 @@ def folder(request, tmp_path_factory):
 
 def changed(folder, to, change):
     """A copy of a folder with one file, after `change` of its tensors."""
-    values = {}
-    for file in folder.glob("*.safetensors"):
-        values |= tensors(file)
+    values = values_of(folder)
     change(values)
     to.mkdir()
     shutil.copy(folder / "config.json", to)
@@ -51,41 +55,44 @@ def changed(folder, to, change):
     return to
 
 
-def test_a_folder_with_heads_is_the_same_both_ways(folder, tmp_path):
+def values_of(folder):
+    return {n: x for file in folder.glob("*.safetensors") for n, x in tensors(file).items()}
+
+
+def test_a_folder_with_heads_is_the_same_both_ways(folder):
     content = json.loads((folder / "config.json").read_text())
-    heads, layers = HEADS[folder.name], content["num_hidden_layers"]
-    assert content["num_nextn_predict_layers"] == heads
-    found = hf.load(folder)
+    assert content["num_nextn_predict_layers"] == len(HEADS[folder.name])
+    found, values = hf.load(folder), values_of(folder)
     jax.tree.map(np.testing.assert_array_equal, found, model(folder.name))
-    values = {}
-    for file in folder.glob("*.safetensors"):
-        values |= tensors(file)
-    for layer in range(layers, layers + heads):
-        head = f"model.layers.{layer}."
-        E = content["hidden_size"]
-        assert values[f"{head}eh_proj.weight"].shape == (E, 2 * E)
-        table = values["model.embed_tokens.weight"]
-        of = values.get("lm_head.weight", table)  # tied
-        np.testing.assert_array_equal(values[f"{head}embed_tokens.weight"], table)
-        np.testing.assert_array_equal(values[f"{head}shared_head.head.weight"], of)
-        assert f"{head}self_attn.kv_b_proj.weight" in values
+    E, table = content["hidden_size"], values["model.embed_tokens.weight"]
+    for head in HEADS[folder.name]:
+        assert values[f"{head}{MATRIX[head]}.weight"].shape == (E, 2 * E)
+        if head != "mtp.":
+            np.testing.assert_array_equal(values[f"{head}embed_tokens.weight"], table)
+            of = values.get("lm_head.weight", table)  # tied
+            np.testing.assert_array_equal(values[f"{head}shared_head.head.weight"], of)
 
 
 def test_the_tensors_decide_whether_there_are_heads(folder, tmp_path):
     def without(values):
-        for name in [name for name in values if ".layers.3." in name or ".layers.4." in name]:
+        for name in [name for name in values if name.startswith(HEADS[folder.name])]:
             del values[name]
 
     plain = hf.load(changed(folder, tmp_path / "plain", without))  # config.json says otherwise
-    assert type(plain) is Decoder
-    own = model(folder.name)
-    for field in dataclasses.fields(Decoder):
-        one, other = getattr(plain, field.name), getattr(own, field.name)
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+    own = without_heads(model(folder.name))
+    assert type(plain) is type(own) is Decoder
+    jax.tree.map(np.testing.assert_array_equal, plain, own)
+    mesh, names = make_mesh(devices=jax.devices()[:1]), described(folder).family.names
+    read = load_weights(folder, own, names, mesh)  # heads that a model lacks are left out
+    jax.tree.map(np.testing.assert_array_equal, read, own)
 
 
 def test_copies_may_be_absent_and_must_not_differ(folder, tmp_path):
-    copies = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
+    copies = [
+        name
+        for name in values_of(folder)
+        if name.endswith((".head.weight", "3.embed_tokens.weight"))
+    ]
 
     def absent(values):
         for name in copies:
@@ -93,6 +100,7 @@ def test_copies_may_be_absent_and_must_not_differ(folder, tmp_path):
 
     found = hf.load(changed(folder, tmp_path / "absent", absent))
     jax.tree.map(np.testing.assert_array_equal, found, model(folder.name))
+    assert copies or folder.name.startswith("qwen")
     for number, name in enumerate(copies):
 
         def other(values, name=name):
@@ -103,17 +111,22 @@ def test_copies_may_be_absent_and_must_not_differ(folder, tmp_path):
 
 
 def test_an_incomplete_head_is_refused(folder, tmp_path):
-    def lacking(values):
-        del values["model.layers.3.enorm.weight"]
+    prefix = HEADS[folder.name][0]
+    (name,) = (
+        n for n in values_of(folder) if n in (f"{prefix}enorm.weight", f"{prefix}norm.weight")
+    )
 
-    with pytest.raises(FolderError, match="model.layers.3.enorm.weight is missing"):
+    def lacking(values):
+        del values[name]
+
+    with pytest.raises(FolderError, match=f"{name} is missing"):
         hf.load(changed(folder, tmp_path / "lacking", lacking))
 
 
 def test_families_without_such_tensors_refuse_heads():
     of = functools.partial(llama, vocab=32, embed=16, layers=1, heads=2, mlp=8)
     made = jax.eval_shape(lambda: multi_token(of, key=jax.random.key(0)))
-    with pytest.raises(ValueError, match="heads of multi-token prediction"):
+    with pytest.raises(ValueError, match="has heads of multi-token prediction, for which"):
         family_of(made, "llama")
 
 
@@ -123,9 +136,13 @@ def test_each_depth_gives_the_logits_and_gradients_of_transformers(folder):
     golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
     modeling_layers = pytest.importorskip("transformers.modeling_layers")
     main = golden.loaded(folder, "float32")
-    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]  # as 61 of DeepSeek-V3
+    heads = len(HEADS[folder.name])
+    if folder.name.startswith("deepseek"):  # which knows of layer 61
+        main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
+    else:
+        main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
     theirs = modeling_layers.MtpModel.from_pretrained(main).eval()
-    made, heads, S = model(folder.name), HEADS[folder.name], 100
+    made, S = model(folder.name), 100
     ids = np.random.default_rng(0).integers(0, made.vocab, (1, S + heads)).astype(np.int32)
     targets = np.random.default_rng(1).integers(0, made.vocab, (heads, S))
 

@@ -13,8 +13,7 @@ from jaxtyping import PRNGKeyArray
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
-from lmlib.models.families.hugging_face import mixtures, parts, shared
-from lmlib.models.families.hugging_face import multi_token as heads
+from lmlib.models.families.hugging_face import mixtures, multi_token_prediction, parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
@@ -251,7 +250,7 @@ _KEYS = (
     Key("q_lora_rank", "query_latent", _latent, 1_536, null=True),
     shared.EPSILON,
     shared.tied(False),
-    heads.KEY,
+    multi_token_prediction.KEY,
 )  # fmt: skip
 
 
@@ -261,7 +260,7 @@ FAMILIES = (
         Names(
             shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS, not_adapted=mixtures.GATE_UP_DOWN,
             in_float32=dict.fromkeys(("bfloat16", "float16"), ("e_score_correction_bias",)),
-            heads=heads.tensors("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+            heads=multi_token_prediction.tensors("eh_proj", "enorm", "hnorm", "shared_head.norm"),
             repeated={"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"},
         ),
         _KEYS, rope=None, fixed=shared.SILU | {"attention_bias": False},
