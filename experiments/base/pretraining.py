@@ -191,7 +191,7 @@ def fast(cfg: fdl.Config[Experiment]) -> None:
 
 
 def multi_token(cfg: fdl.Config[Experiment], weights: tuple[float, ...] = (0.3,)) -> None:
-    """Also trains a head for each further token, with these weights; after fiddlers of the model."""
+    """Also trains a head for each further token. Comes after fiddlers that change the model."""
     cfg.model = fdl.Partial(with_heads, of=cfg.model, depths=len(weights))
     fdl.update_callable(cfg.objective, MultiToken)
     cfg.objective.weights = weights

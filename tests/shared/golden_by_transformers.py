@@ -135,7 +135,7 @@ def _meant(
     folder: Path, whole: dict[str, Any], path: tuple[str, ...], content: dict[str, Any], logits: Any
 ) -> Any:
     """The value of the key at `path` that gives these logits."""
-    stated: Any = transformers.AutoConfig.for_model(**content).to_dict()
+    stated: Any = transformers.AutoConfig.from_pretrained(folder).to_dict()
     usual: Any = whole
     for key in path:
         stated = stated.get(key) if isinstance(stated, dict) else None
