@@ -35,7 +35,7 @@ from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.multi_token_prediction import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
 from lmlib.models.families.hybrid import bamba, granite_hybrid, qwen3_next
-from lmlib.models.multi_token import MultiTokenDecoder
+from lmlib.models.multi_token import without_heads
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -141,7 +141,8 @@ def family_of(
     """Returns a model's family, and a config.json that describes the model exactly.
 
     A model built from it has the same parts, settings and shapes, except for settings that only
-    training reads. Raises ValueError if the model belongs to no family.
+    training reads, and for heads of multi-token prediction if the family has no tensors for them.
+    Raises ValueError if the model belongs to no family.
 
     Args:
       model: its arrays may be shapes.
@@ -150,19 +151,14 @@ def family_of(
     chosen = [each for each in families if model_type in (None, each.model_type)]
     reasons = set[str]()
     for family in chosen:
-        if isinstance(model, MultiTokenDecoder) and not family.names.heads:
-            reasons.add(
-                "it has heads of multi-token prediction, for which the family has no tensors: save "
-                "the model that `lmlib.models.multi_token.without_heads` returns"
-            )
-            continue
+        own = model if family.names.heads else without_heads(model)
         try:
-            content = {"model_type": family.model_type, **family.settings(model)}
+            content = {"model_type": family.model_type, **family.settings(own)}
             shapes = described_by(content, "config.json", [family]).shapes
         except ValueError as error:  # the family lacks a part, or config.json cannot say this
             reasons.add(str(error))
             continue
-        differing = list(differences(shapes, without_load(model)))
+        differing = list(differences(shapes, without_load(own)))
         if not differing:
             return family, content
         where, one, other, _ = differing[0]
