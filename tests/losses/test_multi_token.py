@@ -113,12 +113,14 @@ KEPT, LANDING = CASES[6].__eq__, CASES[-1].__eq__
 @pytest.mark.several_devices
 @pytest.mark.parametrize(("mesh", "how"), sentinels(CASES, KEPT, landing=LANDING))
 def test_loss_metrics_and_gradients_equal_those_of_one_device(mesh, how):
-    expected = loss_and_gradients((), how.get("kind", ()))
+    kind = how.get("kind", ())
+    expected = loss_and_gradients((), kind)
     found = loss_and_gradients(mesh, **how)
     for one, other in zip(*map(jax.tree.leaves, (found[0], expected[0])), strict=True):
         assert one == pytest.approx(other, rel=2e-6)
     laid_out.assert_near(found[1], expected[1], 2e-5)
-    assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(found[1].predictors))
+    if "adapters" not in kind:  # whose bases are frozen
+        assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(found[1].predictors))
 
 
 def curve(microbatches=1, steps=1, model=None, trained=None):
@@ -156,10 +158,11 @@ def test_each_depth_begins_near_a_guess_and_learns():
 def test_heads_can_train_alone():
     paths = {path for path in named_weights(weights()) if path.startswith("predictors.")}
     found = curve(steps=8, trained=paths)
-    for step, metrics in enumerate(found):
-        sums = NextToken().sums(weights(), None, batch := source.batch(step), FLOAT32)
-        assert metrics["loss"] == pytest.approx(float(sums.loss_sum) / batch.loss_mask.sum(), 1e-5)
-    assert found[-1]["loss_2"] < found[0]["loss_2"]
+    batch = source.batch(7)
+    before = OBJECTIVE.sums(weights(), None, batch, FLOAT32).reported
+    before = OBJECTIVE.means({name: float(x) / batch.loss_mask.sum() for name, x in before.items()})
+    assert found[-1]["loss"] == pytest.approx(before["loss"], rel=1e-5)
+    assert found[-1]["loss_2"] < before["loss_2"] and found[-1]["loss_3"] < before["loss_3"]
 
 
 def test_the_loss_of_the_next_token_is_that_of_next_token():
