@@ -1,6 +1,7 @@
 """The tiny hybrid quickstart is killed, resumed, asked for text and read by transformers."""
 
 import json
+import re
 import signal
 
 import jax
@@ -29,12 +30,12 @@ def test_killed_and_resumed_it_has_the_same_bits_and_is_exported(tmp_path):
     expected = fit(cfg, tmp_path / "undisturbed")
     workdir = tmp_path / "run"
     run = SmallRun(workdir, *SETTINGS, experiment=TINY)
-    run.reach(lambda: len(read_metrics(workdir)) >= 9, "nine steps")
+    run.reach((workdir / "checkpoints/8").exists, "a checkpoint")
     run.kill()
     assert run.exit_code() == -signal.SIGKILL
     again = SmallRun(workdir, *SETTINGS, experiment=TINY)
     assert again.exit_code() == 0, again.output()
-    assert "resuming after step 8 of 20" in again.output()
+    assert re.search(r"resuming after step (8|16) of 20", again.output())
     assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
     assert_same_bits(fit(cfg, workdir).state, expected.state)
 
