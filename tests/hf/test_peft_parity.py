@@ -21,7 +21,11 @@ from lmlib.parallel.axes import map_weights
 peft = pytest.importorskip("golden_by_peft", reason="needs lmlib[parity]")
 
 # Every other family with rsLoRA; Llama both ways.
-ALTERNATING = [("llama", True), *((name, bool(i % 2)) for i, name in enumerate(KINDS))]
+# Kimi Linear is not tested here yet.
+ALTERNATING = [
+    ("llama", True),
+    *((name, bool(i % 2)) for i, name in enumerate(KINDS) if not name.startswith("kimi")),
+]
 
 
 def read(name, folder):

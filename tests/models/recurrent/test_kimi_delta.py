@@ -124,14 +124,9 @@ MODEL = functools.partial(
 )  # fmt: skip
 SOURCE = Synthetic(vocab_size=64, batch_size=8, sequence_length=32)
 MESHES = [
-    *({"fsdp": 8}, {"tensor": 4}, {"expert": 4}, {"stage": 2}, {"context": 4}),
-    *({"fsdp": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}),
-    *({"expert": 2, "context": 2}, {"stage": 2, "fsdp": 2, "tensor": 2}),
-    *({"stage": 2, "context": 2, "expert": 2},),
-]
-ORDERS = [
-    *((mesh, "zigzag") for mesh in MESHES),
-    *((mesh, "plain") for mesh in MESHES if "context" in mesh),
+    *({"tensor": 4}, {"expert": 4}, {"context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}),
+    *({"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 2, "context": 2}),
+    {"stage": 2, "fsdp": 2, "tensor": 2},
 ]
 
 
@@ -157,12 +152,10 @@ on_one_device = functools.cache(loss_and_gradients)
 
 
 @pytest.mark.several_devices
-@pytest.mark.parametrize(
-    ("mesh", "order"), sentinels(ORDERS, landing=(MESHES[5], "zigzag").__eq__), ids=str
-)
-def test_meshes_compute_the_loss_and_gradients_of_one_device(mesh, order):
+@pytest.mark.parametrize("mesh", sentinels(MESHES, landing=MESHES[3].__eq__), ids=str)
+def test_meshes_compute_the_loss_and_gradients_of_one_device(mesh):
     """Documents cross the borders of devices. Devices choose the same experts."""
-    loss, gradients = loss_and_gradients(order, **mesh)
+    loss, gradients = loss_and_gradients("zigzag", **mesh)
     expected_loss, expected_gradients = on_one_device()
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_near(gradients, expected_gradients, 2e-5, least=1e-7)

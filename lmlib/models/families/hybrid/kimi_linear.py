@@ -282,7 +282,7 @@ FAMILIES = (
     Family(
         "kimi_linear", "KimiLinearForCausalLM", kimi_linear,
         Names(
-            shared.OUTSIDE, _LAYER, in_class=_IN_CLASS, not_adapted=mixtures.GATE_UP_DOWN,
+            shared.OUTSIDE, _LAYER, in_class=_IN_CLASS,
             in_float32=dict.fromkeys(("bfloat16", "float16"), _FLOAT32),
             # transformers 5.23 writes the MLPs of dense layers as if they were experts.
             renamed={f".{_MODULE}.{name}.": f".mlp.{name}." for name in mixtures.GATE_UP_DOWN},
@@ -303,7 +303,7 @@ FAMILIES = (
             "rope_parameters", "output_router_logits", "num_nextn_predict_layers", "head_dim",
             "qk_head_dim",
         ),
-        written={
+        written=shared.NO_PADDING | {  # the class's own padding may lie beyond the vocabulary
             "moe_router_activation_func": "sigmoid",
             "mla_use_nope": True,
             "use_grouped_topk": True,
