@@ -1,4 +1,4 @@
-"""Granite 4.0 H 350M on C4, 6,600 steps of 1,048,576 tokens; 1.6e19 FLOPs, 11 H100-hours at 40 % MFU.
+"""Granite 4 H 350M on C4, 6,600 steps of 1,048,576 tokens; 1.6e19 FLOPs, 11 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/granite_4_h_350m --workdir=/tmp/granite_4_h_350m
 

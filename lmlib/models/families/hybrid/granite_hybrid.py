@@ -40,7 +40,7 @@ def granite_hybrid(
     width: int = 4,
     filter_bias: bool = True,
     projection_bias: bool = False,
-    time_limits: tuple[float, float] = mamba.ANY_TIME,
+    time_limits: tuple[float, float] | None = None,
     embedding_scale: float = 12.0,
     residual_multiplier: float = 0.22,
     attention_scale: float | None = None,
