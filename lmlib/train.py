@@ -99,6 +99,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         with jax.named_scope("microbatches"):
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
         reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
+    reported = reported._replace(metrics=objective.means(reported.metrics))
     return gradients, reported, count
 
 

@@ -35,6 +35,7 @@ class Evaluation:
     sums: Mapping[str, Float64[np.ndarray, "N"]]
     counts: Int64[np.ndarray, "N"]
     digest: str
+    objective: Objective
 
     @property
     def count(self) -> int:
@@ -43,7 +44,8 @@ class Evaluation:
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
         """Returns the metrics, averaged over all units."""
-        return {name: sum(each.tolist()) / self.count for name, each in self.sums.items()}
+        per_unit = {name: sum(each.tolist()) / self.count for name, each in self.sums.items()}
+        return self.objective.means(per_unit)
 
     @property
     def loss(self) -> float:
@@ -94,6 +96,7 @@ class Evaluator:
             {name: np.array([each[name] for each in sums], np.float64) for name in names},
             np.array(counts, np.int64),
             hashlib.sha256(np.stack(bits).astype("<u4").tobytes()).hexdigest()[:32],
+            self._objective,
         )
         if evaluation.count == 0:
             raise ValueError(

@@ -30,12 +30,11 @@ class MultiToken(NextToken):
     """The next-token loss, plus a weighted cross-entropy for each head of a `MultiTokenDecoder`.
 
     The head of depth k predicts token i + k + 1 at position i if both it and token i + k belong to
-    the document of position i, and it is a valid target. All sums are divided by the number of
-    valid targets of the next token, as in eq. 24.
+    the document of position i, and it is a valid target. The sums that are minimised are divided
+    by the number of valid targets of the next token (eq. 24).
 
-    Reports, in nats per target of the next token, `loss`, of the next token; `loss_2`, of the
-    token after it, and so on. `targets_2` is the fraction of targets that have a token after them:
-    the mean over these tokens is `loss_2` / `targets_2`.
+    Reports, in nats per token, `loss`, of the next token; `loss_2`, of the token after it, and so
+    on. `targets_2` is the number of its targets, relative to those of the next token.
 
     Args:
       weights: factor of each head's loss, from depth 1 on: λ / D in the paper, which uses λ = 0.3
@@ -58,10 +57,16 @@ class MultiToken(NextToken):
     def metrics(self) -> Mapping[str, Metric]:
         found = {"loss": Metric("nats per token")}
         for n in range(2, 2 + len(self.weights)):
-            text = f"-log p of token {n} after each position, per target of the next token"
+            text = f"-log p(token {n} after a position)"
             found[f"loss_{n}"] = Metric("nats per token", True, text)
-            text = f"fraction of targets for which token {n} counts"
-            found[f"targets_{n}"] = Metric("of targets", text=text)
+            found[f"targets_{n}"] = Metric("of targets", text=f"targets of loss_{n}")
+        return found
+
+    def means(self, per_unit: dict[str, Any]) -> dict[str, Any]:
+        found = dict(per_unit)
+        for n in range(2, 2 + len(self.weights)):
+            targets = per_unit[f"targets_{n}"]
+            found[f"loss_{n}"] = per_unit[f"loss_{n}"] / (targets + (targets == 0))
         return found
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:

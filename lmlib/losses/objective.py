@@ -68,6 +68,10 @@ class Objective(abc.ABC):
         Evaluations prefix the names with "evaluation_", the last validation with "validation_".
         """
 
+    def means(self, per_unit: dict[str, Any]) -> dict[str, Any]:
+        """Returns means of all metrics of a step or an evaluation, given their sums per unit."""
+        return per_unit
+
     @property
     def reads_stored_teacher(self) -> bool:
         """True if batches must have the likeliest ids of a teacher (`Batch.teacher_ids`)."""

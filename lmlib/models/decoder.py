@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.compute import Compute
 from lmlib.models.forward_context import TOKENS, ForwardContext
 from lmlib.models.model import Model, TrunkOutput, WeightGroup
 from lmlib.models.part import ActivationNames, Norm, merge_names
@@ -78,18 +77,14 @@ class Decoder(Model):
         compute = context.compute
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
-            x_BSE = self.embedded(tokens_BS, compute)
+            x_BSE = embedded(dense(self.embedding), tokens_BS, compute.dtype, compute.residual)
+            x_BSE = _scaled(x_BSE, self.embedding_scale)
             if self.positions is not None:
                 x_BSE += gather(self.positions, compute.dtype)(context)
         if context.key is not None and context.dropout > 0:
             # Drawn again in the backward pass instead of saved, as in the layers.
             x_BSE = jax.checkpoint(functools.partial(context.dropped, name="embedding"))(x_BSE)
         return self.stack(x_BSE, context, cache)
-
-    def embedded(self, tokens_BS: Int32[Array, "b s"], compute: Compute) -> Array:
-        """The scaled rows of the table, in the layout of the residual stream."""
-        x_BSE = embedded(dense(self.embedding), tokens_BS, compute.dtype, compute.residual)
-        return _scaled(x_BSE, self.embedding_scale)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         return self.stack.empty_cache(rows, length, dtype)

@@ -22,12 +22,14 @@ from lmlib.models.forward_context import TOKENS, ForwardContext
 from lmlib.models.matmul import matmul
 from lmlib.models.model import TrunkOutput, WeightGroup
 from lmlib.models.part import ActivationNames, AuxOutputs, Norm, Part
+from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.scan import policy
 from lmlib.models.stack import Stack
 from lmlib.models.weights import fan_in, fill, fold_in_name, weight
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import COMPUTE, reshard, spec
+from lmlib.parallel.matrix import dense
 
 
 class Combination(Part):
@@ -43,21 +45,19 @@ class Combination(Part):
         fan_in("joined"), rules={"joined": COMPUTE["mlp"]}
     )
 
-    def __init__(
-        self, embed: int, embedding_norm: Norm, features_norm: Norm, *, key: PRNGKeyArray
-    ):
+    def __init__(self, embed: int, embedding_norm: Norm, features_norm: Norm, *, key: PRNGKeyArray):
         self.embedding_norm, self.features_norm = embedding_norm, features_norm
         fill(self, key, joined=2 * embed, embed=embed)
 
     @jax.named_scope("combination")
     def __call__(
         self,
-        embedded_BSE: Float[Array, "b s embed"],
+        e_BSE: Float[Array, "b s embed"],
         h_BSE: Float[Array, "b s embed"],
         context: ForwardContext,
     ) -> Float[Array, "b s embed"]:
         """Returns a residual stream. The product is summed over `tensor`, as an MLP's last one."""
-        normed = self.embedding_norm(embedded_BSE), self.features_norm(h_BSE)
+        normed = self.embedding_norm(e_BSE), self.features_norm(h_BSE)
         x_BSJ = reshard(jnp.concatenate(normed, axis=-1), "batch seq mlp")
         precision, residual = context.compute.precision("projections"), context.compute.residual
         return matmul("bsj,je->bse", x_BSJ, self.matrix, precision, spec(residual))
@@ -73,15 +73,15 @@ class Predictor(Part):
     norm: Norm | None
 
     def __call__(
-        self, embedded_BSE: Array, h_BSE: Array, context: ForwardContext, cache: Any = None
+        self, e_BSE: Array, h_BSE: Array, context: ForwardContext, cache: Any = None
     ) -> TrunkOutput:
         """Returns the residual stream (eq. 22), from embeddings and features of the depth below."""
         compute = context.compute
 
-        def combined(embedded_BSE: Array, h_BSE: Array) -> Array:
-            return gather(self.combination, compute.dtype)(embedded_BSE, h_BSE, context)
+        def combined(e_BSE: Array, h_BSE: Array) -> Array:
+            return gather(self.combination, compute.dtype)(e_BSE, h_BSE, context)
 
-        x_BSE = jax.checkpoint(combined, policy=policy(compute, ()))(embedded_BSE, h_BSE)
+        x_BSE = jax.checkpoint(combined, policy=policy(compute, ()))(e_BSE, h_BSE)
         return self.stack(x_BSE, context, cache)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
@@ -136,8 +136,10 @@ class MultiTokenDecoder(Decoder):
         context = dataclasses.replace(context, key=key, observe=None)
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
-            embedded_BSE = self.embedded(tokens_BS, context.compute)
-        found = head(embedded_BSE, h_BSE, context, cache)
+            dtype, residual = context.compute.dtype, context.compute.residual
+            e_BSE = embedded(dense(self.embedding), tokens_BS, dtype, residual)
+            e_BSE *= jnp.asarray(self.embedding_scale, e_BSE.dtype)
+        found = head(e_BSE, h_BSE, context, cache)
         last = eqx.tree_at(lambda m: m.norm, self, head.norm, is_leaf=lambda x: x is None)
         return found._replace(x_BSE=last.features(found.x_BSE, context))
 

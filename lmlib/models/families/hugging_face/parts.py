@@ -37,9 +37,15 @@ def attentions(model: Decoder) -> list[Attention]:
     return [a(Attention, layer.attention) for layer in layers(model)]
 
 
+def mixer(model: Decoder, kind: type[K]) -> K:
+    """Returns the first layer's mixer that is a `kind`; raises ValueError if there is none."""
+    mixers = [layer.attention for layer in layers(model)]
+    return next((each for each in mixers if isinstance(each, kind)), None) or a(kind, mixers[0])
+
+
 def attention(model: Decoder) -> Attention:
-    """Returns the attention of the first layer."""
-    return attentions(model)[0]
+    """Returns the attention of the first layer that has it."""
+    return mixer(model, Attention)
 
 
 def mlp(model: Decoder, kind: type[K]) -> K:
