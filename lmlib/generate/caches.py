@@ -59,8 +59,9 @@ def empty(model: Model, rows: int, length: int, compute: Compute, spare: int = 0
         if spare == 0 or not isinstance(part, KeysAndValues):
             return part
         more = min(spare, length - part.keys.shape[-1])
-        keys = jnp.pad(part.keys, [(0, 0)] * 4 + [(0, more)])
-        return KeysAndValues(keys, jnp.pad(part.values, [(0, 0)] * 3 + [(0, more), (0, 0)]), True)
+        slots = {"keys": [(0, 0)] * 4 + [(0, more)], "values": [(0, 0)] * 3 + [(0, more), (0, 0)]}
+        padded = [jnp.pad(getattr(part, name), widths) for name, widths in slots.items()]
+        return eqx.tree_at(lambda part: (part.keys, part.values), part, padded)
 
     return jax.tree.map(widened, cache, is_leaf=is_by_position)
 
