@@ -34,6 +34,7 @@ class Compute:
       unroll: up to this many repetitions of a pattern of layers run without a loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
+      recurrent_chunk: tokens of a chunk of recurrent layers; a power of two, or the next one.
       loss_chunk: tokens whose logits a device holds at a time (`fused.split_into_chunks`).
       logits_dtype: dtype of the loss's logits; softmax is in float32 or wider.
     """
@@ -50,6 +51,7 @@ class Compute:
     pipeline_rounds: int = 1
     unroll: int = 1
     sequence_parallel: bool = False
+    recurrent_chunk: int = 64
     loss_chunk: int | None = None
     logits_dtype: str = "float32"
 
@@ -57,7 +59,8 @@ class Compute:
         for name in ("dtype", "logits_dtype"):
             if not is_floating(dtype := getattr(self, name)):
                 raise ValueError(f"{name} must be a floating type like 'bfloat16', got {dtype!r}")
-        for name in ("unroll", "pipeline_rows", "pipeline_rounds", "expert_room"):
+        counts = "unroll", "pipeline_rows", "pipeline_rounds", "expert_room", "recurrent_chunk"
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.loss_chunk is not None and self.loss_chunk < 1:

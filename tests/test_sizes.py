@@ -27,7 +27,7 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 6_990),
+    "core": (CORE, 58, 6_993),
     "fit": ("import runner.training.fit\n", 162, 19_060),
 }
 # Extras: folders and modules that the core does not import.

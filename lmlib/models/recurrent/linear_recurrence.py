@@ -1,13 +1,23 @@
 """The linear recurrence that Gated DeltaNet, Mamba-2 and Kimi Delta Attention share.
 
-Shapes: B batch, S sequence, G kv_heads, H heads, K key_dim, V value_dim.
+Shapes: B batch, S sequence, G kv_heads, R heads of each, H = G R heads, K key_dim, V value_dim, M
+pieces of a row on a device, C pieces of it on all devices.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lmlib.models.forward_context import ForwardContext
+from lmlib.models.recurrent.chunks import Tokens, affine_map, applied, one_token, scanned
+from lmlib.parallel.collectives import all_gather, axis_index, devices_along, shard_map
+from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard, whole_place
+from lmlib.parallel.mesh_axes import MeshAxes, names_of
+from lmlib.row_order import pieces_of_devices
 
 
 def linear_recurrence(
@@ -26,39 +36,120 @@ def linear_recurrence(
     a_t = exp(log_decay) is a factor of each head, or of each key channel. The state is zero at the
     start of each document. Padding, at negative positions, changes no state.
 
+    `context.compute.recurrent_chunk` tokens at a time are products of matrices; only the inputs are
+    kept for the backward pass. Devices that share a row exchange the states of its pieces.
+
     Args:
       q_BSGK, k_BSGK: H / G adjacent heads share a query and a key.
       state_BHKV: the state before the first token, in generation; `None`: zeros.
     """
-    B, S, H, V = v_BSHV.shape
-    G, K = k_BSGK.shape[2:]
-    q, k = (jnp.repeat(x, H // G, axis=2).astype(jnp.float32) for x in (q_BSGK, k_BSGK))
-    v = v_BSHV.astype(jnp.float32)
-    a = jnp.exp(log_decay.astype(jnp.float32))
-    a = a[..., None] if a.ndim == 3 else a
-    a = jnp.broadcast_to(a, (B, S, H, K))
-    segments = context.segment_ids_BS
-    if segments is None:
-        segments = jnp.zeros((B, S), jnp.int32)
+    B, _, H, V = v_BSHV.shape
+    wide = jnp.promote_types(v_BSHV.dtype, jnp.float32)
     if state_BHKV is None:
-        state_BHKV, previous = jnp.zeros((B, H, K, V), jnp.float32), segments[:, :1] * 0 - 1
+        state_BHKV = jnp.zeros((B, H, q_BSGK.shape[-1], V), wide)
+    split = devices_along(mesh_axes_for("seq")) > 1
+    queries, heads = "batch seq kv_heads head_dim", "batch seq heads head_dim"
+    decays = heads if log_decay.ndim == 4 else "batch seq heads"
+    inputs = (queries, queries, heads, decays, "batch seq heads", "batch seq", "batch seq")
+    states = _every_row("batch heads head_dim head_dim", split)
+    y_BSHV, end_BHKV = shard_map(
+        functools.partial(_on_a_device, chunk=context.compute.recurrent_chunk, order=context.order),
+        inputs=(*(_every_row(axes, split) for axes in inputs), states),
+        outputs=(_every_row(heads, split), states),
+        tracked=False,
+    )(
+        q_BSGK, k_BSGK, v_BSHV, log_decay.astype(wide),
+        None if beta_BSH is None else beta_BSH.astype(wide),
+        context.segment_ids_BS, context.positions_BS, state_BHKV.astype(wide),
+    )  # fmt: skip
+    return reshard(y_BSHV, heads), reshard(end_BHKV, "batch heads head_dim head_dim")
+
+
+def _every_row(axes: str, split: bool) -> PartitionSpec:
+    """The layout of `axes` with mesh axes of size 1 too, over which JAX would sum gradients."""
+    names = axes.split()
+    rows, sequence = (names_of(whole_place(COMPUTE[name])) for name in ("batch", "seq"))
+    places = [*partition(axes)]
+    if names[1] == "seq":
+        places[1] = sequence
+    elif not split:
+        rows += sequence
+    return PartitionSpec(rows, *places[1:])
+
+
+def _on_a_device(
+    q_BSGK: Array, k_BSGK: Array, v_BSHV: Array, log_decay: Array, beta_BSH: Array | None,
+    segments_BS: Array | None, positions_BS: Array, state_BHKV: Array, chunk: int, order: str,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`linear_recurrence` of this device's tokens and heads."""
+    B, S, H, V = v_BSHV.shape
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    else:  # queries and keys differ by head, once they have decayed
+        q_BSGK, k_BSGK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (q_BSGK, k_BSGK))
+    G, K = q_BSGK.shape[2:]
+    R = H // G
+    counts_BS = positions_BS >= 0
+    if segments_BS is None:
+        segments_BS = jnp.zeros_like(positions_BS)
+    else:  # padding continues the document before it
+        last_B1 = jnp.maximum(jnp.sum(counts_BS, axis=1, keepdims=True) - 1, 0)
+        end_B1 = jnp.take_along_axis(segments_BS, last_B1, axis=1)
+        segments_BS = jnp.where(counts_BS, segments_BS, end_B1)
+
+    def counted(x_BS: Array) -> Array:
+        return jnp.where(counts_BS.reshape(B, S, *(1,) * (x_BS.ndim - 2)), x_BS, 0)
+
+    def by_key(x_BSH: Array) -> Array:
+        return x_BSH.reshape(B, S, G, R, *x_BSH.shape[3:])
+
+    tokens = Tokens(
+        q_BSGK, counted(k_BSGK), by_key(counted(v_BSHV)), by_key(counted(log_decay)),
+        None if beta_BSH is None else by_key(beta_BSH), segments_BS,
+    )  # fmt: skip
+    state_BGKRV = state_BHKV.reshape(B, G, R, K, V).swapaxes(2, 3)
+    mesh_axes = mesh_axes_for("seq")
+    if devices_along(mesh_axes) > 1:
+        y_BSGRV, state_BGKRV = _of_pieces(tokens, state_BGKRV, chunk, order, mesh_axes)
+    elif S == 1:
+        y_BSGRV, state_BGKRV = one_token(tokens, state_BGKRV)
     else:
-        previous = segments[:, :1]
-    goes_on = segments == jnp.concatenate((previous, segments[:, :-1]), axis=1)
-    counts = context.positions_BS >= 0
+        y_BSGRV, state_BGKRV = scanned(tokens, segments_BS[:, 0], state_BGKRV, chunk)
+    return y_BSGRV.reshape(B, S, H, V), state_BGKRV.swapaxes(2, 3).reshape(B, H, K, V)
 
-    def step(state, token):
-        q, k, v, a, beta, goes_on, counts = token
-        new = jnp.where(goes_on[:, None, None, None], a[..., None] * state, 0)
-        if beta is None:
-            written = v
-        else:
-            written = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, new))
-        new = new + k[..., None] * written[..., None, :]
-        state = jnp.where(counts[:, None, None, None], new, state)
-        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
 
-    beta = None if beta_BSH is None else beta_BSH.astype(jnp.float32)
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, a, beta, goes_on, counts))
-    state_BHKV, y_SBHV = jax.lax.scan(step, state_BHKV, tokens)
-    return jnp.moveaxis(y_SBHV, 0, 1).astype(v_BSHV.dtype), state_BHKV
+def _of_pieces(
+    tokens: Tokens, state_BGKRV: Array, chunk: int, order: str, mesh_axes: MeshAxes
+) -> tuple[Array, Array]:
+    """The outputs of this device's pieces of each row, and the state after the row.
+
+    The state after a piece is an affine map of the state before it: A state + b. Devices exchange
+    these maps, and combine them up to the start of each of their pieces.
+    """
+    pieces_CM = pieces_of_devices(devices_along(mesh_axes), order)
+    own_M = jnp.asarray(pieces_CM)[axis_index(mesh_axes)]
+    B, S = tokens.segments_BS.shape
+    M = pieces_CM.shape[1]
+
+    def in_row_order(x_BM: Array) -> Array:
+        """The values of all pieces of the row, from those of this device's."""
+        return all_gather(x_BM, mesh_axes, axis=1)[:, np.argsort(pieces_CM.reshape(-1))]
+
+    tokens = jax.tree.map(lambda x: x.reshape(B * M, S // M, *x.shape[2:]), tokens)
+    segments_BMP = tokens.segments_BS.reshape(B, M, -1)
+    ends_BC = in_row_order(segments_BMP[..., -1])
+    before_BM = jnp.where(own_M == 0, segments_BMP[..., 0], ends_BC[:, own_M - 1])
+    before_BM = before_BM.reshape(-1)
+    of_row = (
+        jnp.moveaxis(in_row_order(x.reshape(B, M, *x.shape[1:])), 1, 0)
+        for x in affine_map(tokens, before_BM, chunk)
+    )
+
+    def step(state_BGKRV: Array, of_piece: tuple[Array, ...]) -> tuple[Array, Array]:
+        factor, added_BGKRV = of_piece
+        return applied(factor, added_BGKRV, state_BGKRV), state_BGKRV
+
+    end_BGKRV, starts_CBGKRV = jax.lax.scan(step, state_BGKRV, tuple(of_row))
+    own_starts = jnp.moveaxis(starts_CBGKRV[own_M], 0, 1).reshape(B * M, *state_BGKRV.shape[1:])
+    y_BPGRV, _ = scanned(tokens, before_BM, own_starts, chunk)
+    return y_BPGRV.reshape(B, S, *y_BPGRV.shape[2:]), end_BGKRV
