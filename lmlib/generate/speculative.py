@@ -83,7 +83,10 @@ class SpeculativeGenerator(Generator):
             self._draft = None
             self._weights = self._weights._replace(model=_WithHead(self._weights.model))
         else:
-            self._draft = Generator(draft, *settings)
+            try:
+                self._draft = Generator(draft, *settings)
+            except ValueError as error:
+                raise ValueError(f"the draft: {error}") from error
             self._draft.spare = draft_tokens
         for each in filter(None, (self, self._draft)):
             if switches := [switch for switch in each._switches if switch < length]:
