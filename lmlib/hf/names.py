@@ -214,6 +214,12 @@ def _placed(
                 f"{', '.join(axes)}"
             )
     if tensor.each is not None and tensor.each not in size:
+        # Other weights of the same part may have this axis.
+        part = paths[next(iter(tensor.holds))][0].rpartition(".")[0]
+        near = [each for path, each in weights.items() if path.rpartition(".")[0] == part]
+        every = {axis: n for each in near for axis, n in zip(each.axes, each.sizes, strict=True)}
+        size |= {tensor.each: every[tensor.each]} if tensor.each in every else {}
+    if tensor.each is not None and tensor.each not in size:
         raise ValueError(f"{prefix}{tensor.name}: no weight in it has the axis {tensor.each}")
     groups = 1 if tensor.each is None else size[tensor.each]
     for indices in itertools.product(*(range(size[axis]) for axis in tensor.enumerated)):

@@ -22,6 +22,9 @@ def random_model(kind: str, keys: dict[str, Any]) -> Any:
     with torch.no_grad():
         for weight in [*model.parameters(), *kept_buffers(model).values()]:
             weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.sub_(5)  # so that states remember many tokens
     return model.float().eval()
 
 
@@ -132,7 +135,7 @@ def _meant(
     folder: Path, whole: dict[str, Any], path: tuple[str, ...], content: dict[str, Any], logits: Any
 ) -> Any:
     """The value of the key at `path` that gives these logits."""
-    stated: Any = transformers.AutoConfig.for_model(**content).to_dict()
+    stated: Any = transformers.AutoConfig.from_pretrained(folder).to_dict()
     usual: Any = whole
     for key in path:
         stated = stated.get(key) if isinstance(stated, dict) else None

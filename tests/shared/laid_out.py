@@ -38,7 +38,9 @@ def laid_out(model: M, mesh: Mesh) -> M:
     return jax.device_put(jax.device_get(model), layout)
 
 
-def loss_and_gradients(model: M, sizes: dict[str, int], compute, source) -> tuple[float, M]:
+def loss_and_gradients(
+    model: M, sizes: dict[str, int], compute, source, order: str = "zigzag"
+) -> tuple[float, M]:
     """The mean loss of the first batch of `source` on a mesh of these `sizes`, and its gradients,
     which have the layout of the weights."""
 
@@ -48,7 +50,7 @@ def loss_and_gradients(model: M, sizes: dict[str, int], compute, source) -> tupl
     mesh = make_mesh(**sizes)
     model = laid_out(model, mesh)
     with jax.set_mesh(mesh):
-        batch = place(source, 0, sharding("batch seq", mesh))
+        batch = place(source, 0, sharding("batch seq", mesh), order)
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
     assert shardings(gradients) == shardings(model)
     return float(loss), jax.device_get(gradients)

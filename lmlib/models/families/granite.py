@@ -39,6 +39,25 @@ def granite(
         initial values that other families use in deep models.
       attention_scale: factor of scores; `None`: 1 / head_dim.
     """
+    scales = embedding_scale, residual_multiplier, attention_scale, logits_scale
+    scaled, scale = scaling(embed, heads, head_dim, tied, *scales)
+    return transformer(
+        embed=embed, heads=heads, head_dim=head_dim, tied=tied,
+        attention=functools.partial(Attention, scale=scale), **scaled, **others,
+    )  # fmt: skip
+
+
+def scaling(
+    embed: int,
+    heads: int,
+    head_dim: int | None,
+    tied: bool,
+    embedding_scale: float,
+    residual_multiplier: float,
+    attention_scale: float | None,
+    logits_scale: float,
+) -> tuple[dict[str, Any], float]:
+    """Returns the arguments of `transformer` for these scales, and the scale of scores."""
     if attention_scale is None:
         attention_scale = 1 / (head_dim or embed // heads or 1)
     scales = {
@@ -50,13 +69,13 @@ def granite(
     for name, value in scales.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive, got {value}")
-    return transformer(
-        embed=embed, heads=heads, head_dim=head_dim, tied=tied, writes=1.0,
-        attention=functools.partial(Attention, scale=attention_scale),
-        block=functools.partial(Block, residual_multiplier=residual_multiplier),
-        embedding_deviation=(0.5 if tied else 1.0) / embedding_scale,
-        embedding_scale=embedding_scale, logits_scale=logits_scale, **others,
-    )  # fmt: skip
+    return {
+        "writes": 1.0,
+        "block": functools.partial(Block, residual_multiplier=residual_multiplier),
+        "embedding_deviation": (0.5 if tied else 1.0) / embedding_scale,
+        "embedding_scale": embedding_scale,
+        "logits_scale": logits_scale,
+    }, attention_scale
 
 
 def _inverse(scale: float) -> float:
@@ -66,16 +85,15 @@ def _inverse(scale: float) -> float:
     return next((each for each in candidates if 1 / each == scale), near)
 
 
-def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+def read_scales(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"logits_scale": 1 / settings.take("logits_scaling", 1.0, float)}
 
 
-def _written(model: Decoder) -> dict[str, Any]:
+def written_scales(model: Decoder) -> dict[str, Any]:
     return {"logits_scaling": _inverse(model.logits_scale)}
 
 
-_KEYS = (
-    shared.HEAD_DIM,
+SCALES = (
     Key("embedding_multiplier", "embedding_scale", lambda model: model.embedding_scale, 1.0, float),
     Key(
         "residual_multiplier", "residual_multiplier",
@@ -88,7 +106,8 @@ _KEYS = (
 )  # fmt: skip
 FAMILIES = (
     Family(
-        "granite", "GraniteForCausalLM", granite, shared.llama_names(), shared.llama_keys(*_KEYS),
-        fixed=shared.NO_BIASES, reads=_read, writes=_written,
+        "granite", "GraniteForCausalLM", granite, shared.llama_names(),
+        shared.llama_keys(shared.HEAD_DIM, *SCALES), fixed=shared.NO_BIASES,
+        reads=read_scales, writes=written_scales,
     ),
 )  # fmt: skip

@@ -127,8 +127,12 @@ class Attention(Part):
                 )  # fmt: skip
         with jax.named_scope("projections"):
             precision, residual = compute.precision("projections"), spec(compute.residual)
+            mixed_BSHD = self.gated(mixed_BSHD, x_BSE, context)
             y_BSE = matmul("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), cache
+
+    def gated(self, mixed_BSHD: Array, x_BSE: Array, context: ForwardContext) -> Array:
+        return mixed_BSHD
 
     def attention_weights(
         self, x_BSE: Float[Array, "b s embed"], context: ForwardContext

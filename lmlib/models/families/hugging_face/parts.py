@@ -33,8 +33,9 @@ def layers(model: Decoder) -> list[BlockBase]:
 
 
 def attentions(model: Decoder) -> list[Attention]:
-    """Returns the attention of each layer; raises ValueError as `a` does."""
-    return [a(Attention, layer.attention) for layer in layers(model)]
+    """Returns the attention of each layer that has one; raises ValueError if no layer has."""
+    mixers = [layer.attention for layer in layers(model)]
+    return [each for each in mixers if isinstance(each, Attention)] or [a(Attention, mixers[0])]
 
 
 def mixer(model: Decoder, kind: type[K]) -> K:
@@ -54,7 +55,7 @@ def mlp(model: Decoder, kind: type[K]) -> K:
 
 
 def head_dim(model: Decoder) -> int:
-    """Returns the head size of the first layer."""
+    """Returns the head size of the first layer with attention."""
     return int(attention(model).query.shape[-1])
 
 

@@ -1,0 +1,1 @@
+"""Families that mix recurrent layers with attention."""
