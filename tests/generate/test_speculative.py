@@ -100,31 +100,34 @@ def test_the_tokens_are_those_of_ordinary_decoding(kind, sampling):
     assert 0 < sum(row.accepted for row in rows) < sum(row.drafted for row in rows)
 
 
-def whole(model, tokens, before=None):
-    """Features and logits after each token, without a cache; with `before`, the first head's."""
-    tokens_BS = jnp.asarray([[*tokens, *[0] * (LENGTH - len(tokens))]])
+@jax.jit
+def whole(model, tokens_BS, before_BSE=None):
+    """Features and likeliest tokens, without a cache; with features before, of the first head."""
     context = single_document_context(tokens_BS, FLOAT32)
-    if before is None:
+    if before_BSE is None:
         h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
     else:
-        h_BSE = model.ahead(1, before, tokens_BS, context).x_BSE
+        h_BSE = model.ahead(1, before_BSE, tokens_BS, context).x_BSE
     return h_BSE, jnp.argmax(model.logits(h_BSE, FLOAT32)[0], axis=-1)
 
 
 def guesses(kind, text, count):
     """The draft's greedy continuation, by whole passes."""
     model, draft = pair(kind)
+
+    def read(model, tokens, *before):
+        return whole(model, jnp.asarray([[*tokens, *[0] * (LENGTH - len(tokens))]]), *before)
+
     made = []
-    if kind != "heads":
-        for _ in range(count):
-            _, next_S = jax.jit(whole)(draft, [*text, *made])
-            made.append(int(next_S[len(text) + len(made) - 1]))
-        return made
-    h_BSE, _ = jax.jit(whole)(model, text)
+    h_BSE, _ = read(model, text)
     for n in range(len(text) - 1, len(text) - 1 + count):
-        of_head, next_S = jax.jit(whole)(model, [*text, *made][1:], before=h_BSE)
-        h_BSE = h_BSE.at[:, n].set(of_head[:, n - 1])
-        made.append(int(next_S[n - 1]))
+        if kind == "heads":
+            of_head, next_S = read(model, [*text, *made][1:], h_BSE)
+            h_BSE = h_BSE.at[:, n].set(of_head[:, n - 1])
+            made.append(int(next_S[n - 1]))
+        else:
+            _, next_S = read(draft, [*text, *made])
+            made.append(int(next_S[n]))
     return made
 
 
@@ -170,7 +173,8 @@ def test_samples_have_the_distribution_of_the_model():
 @pytest.mark.parametrize("mesh", [{"tensor": 2, "fsdp": 2}, {"data": 2, "context": 2}], ids=str)
 def test_the_tokens_are_the_same_on_every_mesh(kind, mesh):
     mesh = make_mesh(**mesh)
-    laid = shardings(abstract_model(lambda: pair(kind)[0], mesh))
+    make = functools.partial(MODELS[kind], key=jax.random.key(0))
+    laid = shardings(abstract_model(make, mesh))
     model, draft = (jax.device_put(each, laid) for each in pair(kind))
     draft = None if kind == "heads" else draft
     settings = dict(rows=8, length=LENGTH, whole=False)
@@ -200,7 +204,11 @@ def test_a_stream_stops_on_request_and_at_the_last_token():
 @pytest.mark.parametrize(("kind", "draft", "settings", "message"), REFUSED)
 def test_drafts_that_do_not_fit_are_refused(kind, draft, settings, message):
     key = jax.random.key(0)
-    model = phi3(**SIZES, rope_scaling=SCALING, key=key) if kind == "long" else pair(kind)[0]
+    model = (
+        phi3(**SIZES | {"heads": 4}, rope_scaling=SCALING, key=key)
+        if kind == "long"
+        else pair(kind)[0]
+    )
     draft = draft and draft(key=key)
     with pytest.raises(ValueError, match=message):
         SpeculativeGenerator(model, draft, **{"compute": FLOAT32, "length": LENGTH} | settings)
