@@ -31,7 +31,7 @@ from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
-from lmlib.models.families.hybrid import bamba, granite_hybrid, qwen3_next
+from lmlib.models.families.hybrid import bamba, granite_hybrid, lfm2, olmo_hybrid, qwen3_next
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -50,6 +50,8 @@ FAMILIES: tuple[Family, ...] = (
     *olmoe.FAMILIES,
     *deepseek.FAMILIES,
     *gpt_oss.FAMILIES,
+    *lfm2.FAMILIES,
+    *olmo_hybrid.FAMILIES,
     *bamba.FAMILIES,
     *granite_hybrid.FAMILIES,
     *qwen3_next.FAMILIES,

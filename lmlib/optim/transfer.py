@@ -48,7 +48,7 @@ from lmlib.optim.optimizer import by_weight
 from lmlib.parallel.axes import Weight, map_weights
 
 RESIDUAL = "embed"  # the axis of the residual stream, as `lmlib.models.model.Model` names it
-_OF_HEADS = "head_dim"
+_OF_HEADS = "head_dim", "key_dim"  # axes of scores, and of what reads a recurrent state
 
 
 class Factors(NamedTuple):
@@ -245,12 +245,13 @@ def _writes(weight: Weight) -> bool:
 
 def _factors(path: str, model: _Known, base: _Known, width: float, depth: float) -> Factors:
     weight, sizes, base_sizes = model.weights[path], model.sizes[path], base.sizes[path]
-    if sizes.get(_OF_HEADS) != base_sizes.get(_OF_HEADS):
-        raise ValueError(
-            f"head_dim is {base_sizes.get(_OF_HEADS)} in the base of scaling and "
-            f"{sizes.get(_OF_HEADS)} in the model: let the number of heads grow in its place, "
-            "scaling.base['heads'], so that scores are products of as many numbers"
-        )
+    for axis in _OF_HEADS:
+        if sizes.get(axis) != base_sizes.get(axis):
+            raise ValueError(
+                f"{axis} is {base_sizes.get(axis)} in the base of scaling and {sizes.get(axis)} in "
+                "the model: let the number of heads grow in its place, scaling.base['heads'], so "
+                "that scores are products of as many numbers"
+            )
     summed = set(weight.declaration.summed)
 
     def grown(axes: Sequence[str]) -> float:

@@ -33,6 +33,7 @@ from lmlib.parallel.layout import mesh_axes_of
 from lmlib.parallel.mesh_axes import MeshAxes
 
 APART = ("experts", "choice")  # axes along which each index is a separate matrix
+_OF_GATES = {"heads", "kv_heads", "one"}  # axes of a layer's gates, decays and rates
 _BUSY = 2**22  # elements that keep an accelerator busy
 _MOST_AT_ONCE = 32
 
@@ -66,11 +67,13 @@ def is_matrix(weight: Weight, apart: Collection[str]) -> bool:
     """True if `matrices_of` finds matrices in a weight.
 
     The weight must multiply activations, must not have the vocabulary as an axis, and must have two
-    sides. A router does not have two sides if `apart` names the experts.
+    sides. A router does not have two sides if `apart` names the experts, nor does a gate that makes
+    one number for each head.
     """
     _, summed, kept = _sides(weight, apart)
     is_of_vocabulary = "vocab" in weight.axes
-    return weight.declaration.multiplied and not is_of_vocabulary and bool(summed and kept)
+    has_sides = bool(summed) and not {weight.axes[i] for i in kept} <= _OF_GATES
+    return weight.declaration.multiplied and not is_of_vocabulary and has_sides
 
 
 def matrices_of(weight: Weight, shape: Sequence[int], apart: Collection[str]) -> Matrices | None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from lmlib.data.batch import has_whole_rows
 from lmlib.experiment import Experiment
+from lmlib.models.model import Model, longest_sequence
 from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.parallel.layout import COMPUTE, num_shards
 from lmlib.parallel.mesh import sizes_text
@@ -40,6 +41,7 @@ _PACKAGES = (
     *("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
+CACHED = 4_096, 32_768  # lengths of texts whose caches are counted
 _NO_CUDNN = (
     "cuDNN is not installed: planned with attention={!r} instead, which is slower than the run's; "
     "pip install nvidia-cudnn-cu12 (lmlib[cuda13] includes cuDNN)"
@@ -50,6 +52,7 @@ _NO_CUDNN = (
 class Report:
     """The plan of one train step on one target; `str()` gives all of it.
 
+    `cache_bytes` is the size of the cache of one text, by its length, in generation without a mesh.
     `collectives`, `kernels` and `estimate` are `None` if the step does not fit, because then the
     compiler stops; `estimate` also if the hardware's speed is unknown. `memory` counts one device,
     `flops` the whole step. `seconds` is the time to trace and compile it here.
@@ -61,6 +64,7 @@ class Report:
     batch_size: int
     sequence_length: int
     microbatches: int
+    cache_bytes: dict[int, int]
     remarks: tuple[str, ...]
     memory: Memory
     collectives: Collectives | None
@@ -84,6 +88,9 @@ class Report:
             f"{self.batch_size * self.sequence_length:,} tokens a step: {self.batch_size:,} "
             f"sequences of {self.sequence_length:,}, in {self.microbatches} microbatch{plural}",
         ]
+        if self.cache_bytes:
+            sizes = [f"{bytes_text(size)} at {n:,}" for n, size in self.cache_bytes.items()]
+            heading.append(f"cache of one text in generation: {', '.join(sizes)} tokens")
         blocks = [
             "\n".join([*heading, *self.remarks]),
             section("Memory", str(self.memory)),
@@ -148,6 +155,7 @@ def plan(
         batch_size=data.batch_size,
         sequence_length=data.sequence_length,
         microbatches=experiment.microbatches,
+        cache_bytes=cache_bytes(model, experiment.compute.dtype),
         remarks=remarks,
         memory=memory(experiment, state, batch, target.accelerator, result, program),
         collectives=sent,
@@ -158,6 +166,16 @@ def plan(
         seconds=round(seconds, 1),
         versions=versions(),
     )
+
+
+def cache_bytes(model: Model, dtype: str) -> dict[int, int]:
+    """Returns the bytes of the cache of one text of each of `CACHED`; empty without a cache."""
+    longest = longest_sequence(model)
+    found = {}
+    for length in CACHED if longest is None else [n for n in CACHED if n <= longest]:
+        cache = jax.eval_shape(lambda model, n=length: model.empty_cache(1, n, dtype), model)
+        found[length] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    return {length: size for length, size in found.items() if size}
 
 
 def _compiled(

@@ -23,6 +23,7 @@ LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llam
 ON_CPUS = {  # on 2 cores
     "quickstart": "5 minutes",
     "quickstart_experts": "8 minutes",
+    "hybrid_quickstart": "9 minutes",
     "distil": "2 minutes",
     "query_key_norm": "1 minute",
     "speedrun_parts": "1 minute",

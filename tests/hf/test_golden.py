@@ -34,7 +34,13 @@ SOME = ("llama_3_1", "gemma3", "gpt2")
 SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
 # In bfloat16, routers choose some other experts, in transformers too. That changes much more than
 # rounding if shares do not add up to one or gates are steep.
-CHOOSY = ("deepseek_v3_direct_queries", "gpt_oss", "qwen3_next", "qwen3_next_some_dense")
+CHOOSY = (
+    "deepseek_v3_direct_queries",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_next_some_dense",
+    "olmo_hybrid",
+)
 
 
 @functools.cache

@@ -24,7 +24,8 @@ def models(draw):
     known = inspect.signature(family.build).parameters
     kv_heads = draw(st.integers(1, 3)) if "kv_heads" in known else 1
     heads, head_dim = kv_heads * draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
-    free, layers = "head_dim" in known, draw(st.integers(1, 5))
+    free, least = "head_dim" in known, 2 if family.model_type == "olmo_hybrid" else 1
+    layers = draw(st.integers(least, 5))
     sizes = {
         "vocab": draw(st.integers(1, 9)),
         "embed": draw(st.integers(1, 9)) if free else heads * head_dim,

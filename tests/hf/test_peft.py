@@ -149,7 +149,7 @@ def test_adapters_of_some_layers_and_matrices_are_read_back(name, tmp_path):
     paths = ("stack.patterns.0.0.*.query*",) if joined else ("stack.patterns.0.0.*",)
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     again = read(written(model, tmp_path / "out", name), name)
-    if not joined:
+    if not joined and name != "lfm2":  # whose first layer has a joined `in_proj`
         assert_same_bits(again, model)
     assert_merges_alike(again, model)
 

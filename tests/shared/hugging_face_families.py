@@ -45,7 +45,7 @@ WITH_EXPERTS = tuple(
 HYBRIDS = tuple(
     name
     for name, (kind, _) in FAMILIES.items()
-    if kind in ("qwen3_next", "bamba", "granitemoehybrid")
+    if kind in ("qwen3_next", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2")
 )
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.

@@ -15,7 +15,7 @@ def _counted(table: dict[str, Any]) -> dict[str, tuple[int, dict[str, Any]]]:
 
 
 # By experiment: each is the model of its family at the smallest published size. gpt-oss lacks its
-# quantization_config.
+# quantization_config. LFM2's keys are from memory.
 PUBLISHED = _counted(_TABLES["published"])
 # Of no experiment: whole files with keys that no class of transformers reads, or that are of other
 # heads. Phi-4 mini lacks its factors.

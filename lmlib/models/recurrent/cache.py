@@ -14,9 +14,12 @@ from lmlib.parallel.layout import COMPUTE, repeats, reshard
 
 
 class RecurrentState(eqx.Module):
-    """The state after the last token, and the last W - 1 inputs of each convolution."""
+    """The state after the last token, and the last W - 1 inputs of each convolution.
 
-    state: Float[Array, "b heads key_dim value_dim"]
+    A layer that is only a convolution has no state.
+    """
+
+    state: Float[Array, "b heads key_dim value_dim"] | None
     windows: tuple[Float[Array, "b before ..."], ...]
 
 

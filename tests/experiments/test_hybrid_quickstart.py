@@ -1,0 +1,47 @@
+"""The tiny hybrid quickstart is killed, resumed, asked for text and read by transformers."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+from small_runs import SmallRun
+from states import assert_same_bits, without_times
+
+from lmlib import hf
+from lmlib.metrics.log import read_metrics
+from runner import fit, load
+from runner.config import configs
+
+pytestmark = pytest.mark.slow
+TINY = ("--fdl_config=experiments/hybrid_quickstart", "--fiddler=tiny")
+SETTINGS = ("checkpoints.every=8", "samples.prompts=()")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_killed_and_resumed_it_has_the_same_bits_and_is_exported(tmp_path):
+    cfg = configs.load("experiments/hybrid_quickstart", ["tiny"], SETTINGS)
+    expected = fit(cfg, tmp_path / "undisturbed")
+    workdir = tmp_path / "run"
+    run = SmallRun(workdir, *SETTINGS, experiment=TINY)
+    run.reach(lambda: len(read_metrics(workdir)) >= 9, "nine steps")
+    run.kill()
+    assert run.exit_code() == -signal.SIGKILL
+    again = SmallRun(workdir, *SETTINGS, experiment=TINY)
+    assert again.exit_code() == 0, again.output()
+    assert "resuming after step 8 of 20" in again.output()
+    assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
+    assert_same_bits(fit(cfg, workdir).state, expected.state)
+
+    loaded = load(str(workdir))
+    assert loaded.generate("def ", max_tokens=5) == loaded.generate("def ", max_tokens=5)
+
+    model = expected.state.model
+    hf.save(model, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "olmo_hybrid"
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "hf"), model)
