@@ -104,6 +104,19 @@ def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
 
 
 @pytest.mark.slow
+def test_recurrent_layers_are_measured_beside_layers_of_as_many_parameters():
+    few = "--size=tiny", "--parts=layers,decoding", "--lengths=64", "--contexts=64", "--turns=1"
+    ran = run(*few, script="hybrids.py")
+    assert ran.returncode == 0, ran.stderr
+    names = "Gated DeltaNet", "Mamba-2", "attention"
+    here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
+    peers = [f"{name}, transformers" for name in names[:2]] if here else []
+    for name, tables in [*((name, 2) for name in names), *((name, 1) for name in peers)]:
+        rows = re.findall(rf"^{name}  +([\d,]+)$", ran.stdout, re.MULTILINE)
+        assert len(rows) == tables and all(float(each.replace(",", "")) > 0 for each in rows)
+
+
+@pytest.mark.slow
 def test_quality_is_compared_at_the_same_cpu_seconds():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -66,7 +66,7 @@ def test_peft_computes_the_same_from_two_ranks(name, tmp_path):
 
 def dense_settings(name, stabilized):
     targets = ["q_proj", "v_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "dense"]
-    targets += ["q_b_proj", "kv_b_proj", "in_proj", "out_proj", "w2"]
+    targets += ["q_b_proj", "kv_b_proj", "in_proj", "out_proj", "w2", "in_proj_qkvz", "in_proj_ba"]
     targets += [] if name in WITH_EXPERTS else ["down_proj"]  # there PEFT adapts a parameter
     return {
         "use_rslora": stabilized,

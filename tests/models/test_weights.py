@@ -22,6 +22,7 @@ from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.gpt_neox import gpt_neox
 from lmlib.models.families.granite import granite
+from lmlib.models.families.hybrid.qwen3_next import qwen3_next
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
 from lmlib.models.families.olmo import olmo2
@@ -156,10 +157,14 @@ DEEPSEEK = functools.partial(
     deepseek_v3, expert_mlp=32, experts=8, top=2, dense_layers=1, groups=1, top_groups=1,
     head_dim=12, rotary_dim=4, value_dim=8, latent=24, query_latent=32,
 )  # fmt: skip
+QWEN3_NEXT = functools.partial(
+    qwen3_next, kv_heads=2, head_dim=16, expert_mlp=32, experts=8, top=2, shared_mlp=32,
+    attention_layers=2, linear_heads=4, linear_kv_heads=2, linear_key_dim=16, linear_value_dim=16,
+)  # fmt: skip
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),
     *(gpt2, starcoder2, smollm3, granite, gpt_neox, speedrun),
-    *(mixtral, qwen3_moe, olmoe, DEEPSEEK, gpt_oss),
+    *(mixtral, qwen3_moe, olmoe, DEEPSEEK, gpt_oss, QWEN3_NEXT),
 )
 VOCAB = 512
 

@@ -5,13 +5,14 @@ Shapes: B batch, S sequence, N chunks, L tokens of a chunk, G kv_heads, R heads 
 V value_dim, D 1 or K: decays of a head.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lmlib.models.recurrent.triangles import decayed_products, summed, unit_inverse
+from lmlib.models.recurrent.triangles import Sums, decayed_products, unit_inverse
 
 # Tokens of a device whose chunks are computed at once; the backward pass recomputes them.
 _SPAN = 4_096
@@ -140,32 +141,32 @@ def _in_chunks(tokens: Tokens, before_BS: Int[Array, "b s"], length: int) -> Chu
     diagonal_LL = jnp.eye(length, dtype=wide)
     if each.log_decay_BSGRD.shape[-1] == 1:
         log_decay_NBGRL = jnp.moveaxis(each.log_decay_BSGRD[..., 0], 2, -1)
-        sums = summed(log_decay_NBGRL, -1)
-        differences = jnp.sum(sums[..., :, None] - sums[..., None, :], axis=0)
+        sums = Sums.along(log_decay_NBGRL, -1)
+        differences = sums.at(..., slice(None), None).since(sums.at(..., None, slice(None)))
         decay_NBGRLL = jnp.exp(jnp.where(below_LL & same_NBGRLL, differences, -jnp.inf))
-        products = (
-            _product("nbglk,nbgmk->nbglm", x, k_NBGLK)[:, :, :, None] for x in (q_NBGLK, k_NBGLK)
+        heads = v_NBGLRV.shape[4]
+        query_pairs, key_pairs = (
+            _for_heads(heads, _product("nbglk,nbgmk->nbglm", x, k_NBGLK)) for x in (q_NBGLK, k_NBGLK)
         )
-        query_pairs, key_pairs = products
         # A token's own decay is no difference: its factor is exactly 1.
         pairs_NBGRLL = query_pairs * (decay_NBGRLL + diagonal_LL)
         lower_NBGRLL = key_pairs * decay_NBGRLL
-        from_start = jnp.exp(jnp.sum(sums, axis=0)).swapaxes(-1, -2)
-        to_end = jnp.exp(jnp.sum(sums[..., -1:] - sums, axis=0)).swapaxes(-1, -2)
+        from_start = jnp.exp(sums.total()).swapaxes(-1, -2)
+        to_end = jnp.exp(sums.at(..., slice(-1, None)).since(sums)).swapaxes(-1, -2)
         read_NBGLR = jnp.where(read_NBL[:, :, None, :, None], from_start, 0)
         left_NBGLR = jnp.where(left_NBL[:, :, None, :, None], to_end, 0)
         kept_NBGKR = jnp.where(kept_NB[:, :, None, None, None], from_start[..., -1:, :], 0)
         written_NBGLK = k_NBGLK
     else:
         log_decay_NBGLK = jnp.moveaxis(each.log_decay_BSGRD[..., 0, :], 3, 2)
-        sums = summed(log_decay_NBGLK, -2)
+        sums = Sums.along(log_decay_NBGLK, -2)
         pairs, lower = decayed_products((q_NBGLK, k_NBGLK), k_NBGLK, sums, narrow)
         own_NBGL = jnp.sum(q_NBGLK.astype(wide) * k_NBGLK, axis=-1)
         pairs_NBGRLL = (pairs + own_NBGL[..., None] * diagonal_LL)[:, :, :, None]
         pairs_NBGRLL = jnp.where(same_NBGRLL, pairs_NBGRLL, 0)
         lower_NBGRLL = jnp.where(same_NBGRLL, lower[:, :, :, None], 0)
-        from_start = jnp.exp(jnp.sum(sums, axis=0))
-        written_NBGLK = k_NBGLK * jnp.exp(jnp.sum(sums[..., -1:, :] - sums, axis=0))
+        from_start = jnp.exp(sums.total())
+        written_NBGLK = k_NBGLK * jnp.exp(sums.at(..., slice(-1, None), slice(None)).since(sums))
         q_NBGLK, k_NBGLK = q_NBGLK * from_start, k_NBGLK * from_start
         read_NBGLR = read_NBL[:, :, None, :, None].astype(wide)
         left_NBGLR = left_NBL[:, :, None, :, None].astype(wide)
@@ -209,3 +210,20 @@ def _product(subscripts: str, a: Array, b: Array, dtype: jnp.dtype | None = None
     dtype = a.dtype if dtype is None else dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _for_heads(heads: int, x_NBGLL: Array) -> Float[Array, "n b g r l l"]:
+    """The same matrix for each head of a group."""
+    return jnp.broadcast_to(x_NBGLL[:, :, :, None], (*x_NBGLL.shape[:3], heads, *x_NBGLL.shape[3:]))
+
+
+def _over_heads(heads: int, _: None, d_NBGRLL: Array) -> tuple[Array]:
+    """The sum of the gradients, by halves: XLA's CPU backend is slow to sum over an axis inside."""
+    while (R := d_NBGRLL.shape[3]) > 1:
+        first, second, odd = jnp.split(d_NBGRLL, (R // 2, R // 2 * 2), axis=3)
+        d_NBGRLL = jnp.concatenate((first + second, odd), axis=3)
+    return (d_NBGRLL[:, :, :, 0],)
+
+
+_for_heads.defvjp(lambda heads, x: (_for_heads(heads, x), None), _over_heads)

@@ -7,6 +7,7 @@ Shapes: L tokens of a chunk, a power of two, n matrices of s tokens in it, K key
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,31 @@ _EXACT = jax.lax.Precision.HIGHEST
 _LEAST = -1e3  # of a logarithm of a decay; its exponential is zero
 
 
-def summed(log_decay: Float[Array, "..."], axis: int) -> Float[Array, "2 ..."]:
-    """The logarithm of the decay from the start to each token along `axis`, in two summands.
+class Sums(NamedTuple):
+    """The logarithm of the decay from the start to each token, in two summands.
 
     The first are whole numbers, whose differences are exact: so a strong decay takes no digits of a
     weak one.
     """
-    log_decay = jnp.maximum(log_decay, _LEAST)
-    whole = jax.lax.stop_gradient(jnp.round(log_decay))
-    return jnp.stack((jnp.cumsum(whole, axis), jnp.cumsum(log_decay - whole, axis)))
+
+    whole: Float[Array, "..."]
+    rest: Float[Array, "..."]
+
+    @classmethod
+    def along(cls, log_decay: Float[Array, "..."], axis: int) -> "Sums":
+        log_decay = jnp.maximum(log_decay, _LEAST)
+        whole = jax.lax.stop_gradient(jnp.round(log_decay))
+        return cls(jnp.cumsum(whole, axis), jnp.cumsum(log_decay - whole, axis))
+
+    def at(self, *places: Any) -> "Sums":
+        return Sums(self.whole[places], self.rest[places])
+
+    def since(self, earlier: "Sums") -> Float[Array, "..."]:
+        """The logarithm of the decay after `earlier`."""
+        return (self.whole - earlier.whole) + (self.rest - earlier.rest)
+
+    def total(self) -> Float[Array, "..."]:
+        return self.whole + self.rest
 
 
 @jax.custom_vjp
@@ -59,7 +76,7 @@ unit_inverse.defvjp(_forward, _backward)
 def decayed_products(
     rows: Sequence[Float[Array, "... l key_dim"]],
     columns_LK: Float[Array, "... l key_dim"],
-    sums_2LK: Float[Array, "2 ... l key_dim"],
+    sums_LK: Sums,
     dtype: DTypeLike,
 ) -> list[Float[Array, "... l l"]]:
     """Σ_k row[i, k] column[j, k] exp(sum[i, k] - sum[j, k]) for j < i, else 0, for all `rows`.
@@ -68,14 +85,14 @@ def decayed_products(
     are multiplied in `dtype`.
     """
     *batch, L, K = columns_LK.shape
-    wide = sums_2LK.dtype
+    wide = sums_LK.rest.dtype
     products = [jnp.zeros((*batch, L, 1, 1), wide) for _ in rows]
     while (n := products[0].shape[-3]) > 1:
         halves = (*batch, n // 2, 2, L // n, K)
-        sums = sums_2LK.reshape(2, *halves)
-        border = sums[..., 0, -1:, :]
-        late = jnp.exp(jnp.sum(sums[..., 1, :, :] - border, axis=0))
-        early = jnp.exp(jnp.sum(border - sums[..., 0, :, :], axis=0))
+        sums = Sums(*(each.reshape(halves) for each in sums_LK))
+        border = sums.at(..., 0, slice(-1, None), slice(None))
+        late = jnp.exp(sums.at(..., 1, slice(None), slice(None)).since(border))
+        early = jnp.exp(border.since(sums.at(..., 0, slice(None), slice(None))))
         columns = (columns_LK.reshape(halves)[..., 0, :, :] * early).astype(dtype)
         for i, row_LK in enumerate(rows):
             row = (row_LK.reshape(halves)[..., 1, :, :] * late).astype(dtype)

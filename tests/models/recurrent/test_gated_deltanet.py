@@ -1,14 +1,23 @@
 """Gated DeltaNet against its definition, token by token in float64, and against itself."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import laid_out
 import numpy as np
 import pytest
+from sentinels import sentinels
 
-from lmlib import Compute
+from lmlib import Compute, make_mesh
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.losses.next_token import batch_loss
+from lmlib.models.families.hybrid.qwen3_next import qwen3_next
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.recurrent.gated_deltanet import GatedDeltaNet
+from lmlib.parallel.layout import sharding
 
 SIZES = {"embed": 12, "heads": 6, "kv_heads": 2, "key_dim": 4, "value_dim": 5, "width": 3}
 SEGMENTS_BS = np.array([[1] * 5 + [2] + [3] * 7, [1] * 11 + [2] * 2])
@@ -105,3 +114,56 @@ def test_flops_are_those_of_weights_filters_and_state():
 def test_heads_that_keys_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="heads = 6 must be a multiple of kv_heads = 4"):
         layer(kv_heads=4)
+
+
+MODEL = functools.partial(
+    qwen3_next, vocab=64, embed=32, layers=4, heads=4, mlp=24, kv_heads=2, head_dim=8,
+    expert_mlp=8, experts=8, top=2, shared_mlp=16, attention_layers=2, rotary_fraction=0.5,
+    linear_heads=8, linear_kv_heads=2, linear_key_dim=5, linear_value_dim=6, key=jax.random.key(0),
+)  # fmt: skip
+source = Synthetic(vocab_size=64, batch_size=8, sequence_length=32)
+
+
+weights = functools.cache(MODEL)
+
+
+@functools.cache
+def loss_and_gradients(sizes, order="zigzag", **compute):
+    compute = Compute(dtype="float32", recurrent_chunk=4, **compute)
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
+
+    mesh = make_mesh(**dict(sizes))
+    model = laid_out.laid_out(weights(), mesh)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        batch = place(source, 0, sharding("batch seq", mesh), order)
+        return jax.device_get(jax.jit(jax.value_and_grad(mean))(model, batch))
+
+
+def sizes(**axes):
+    return tuple(axes.items())
+
+
+CASES = [
+    (sizes(fsdp=8), {}),
+    (sizes(data=2, tensor=4), {"sequence_parallel": True}),
+    (sizes(context=4, fsdp=2), {}),
+    (sizes(context=2, tensor=2), {"order": "plain", "sequence_parallel": True}),
+    (sizes(expert=4, tensor=2), {"dispatch": "exchange"}),
+    (sizes(expert=2, context=2, fsdp=2), {"order": "plain"}),
+    (sizes(stage=2, tensor=2), {}),
+    (sizes(stage=2, fsdp=2, context=2), {}),
+    (sizes(stage=2, expert=2), {"order": "plain"}),
+]
+
+
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("mesh", "how"), sentinels(CASES, landing=(CASES[1], CASES[7]).__contains__)
+)
+def test_a_hybrid_on_a_mesh_equals_one_device(mesh, how):
+    loss, gradients = loss_and_gradients(mesh, **how)
+    expected_loss, expected = loss_and_gradients(())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    laid_out.assert_near(gradients, expected, 2e-5)

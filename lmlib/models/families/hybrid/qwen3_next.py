@@ -156,8 +156,9 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     dense = settings.take("mlp_only_layers", None, list) or []
     sparse = each_nth(settings.take("decoder_sparse_step", 1), layers)
+    usual = [FULL if each else LINEAR for each in each_nth(period, layers)]
     return {
-        "attention_layers": period if kinds is None else tuple(kind == FULL for kind in kinds),
+        "attention_layers": tuple(kind == FULL for kind in kinds or usual),
         "dense_layers": tuple(i for i in range(layers) if i in dense or not sparse[i]),
     }
 
@@ -228,6 +229,7 @@ FAMILIES = (
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
         Names(shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS), _KEYS,
         Rope(fraction=0.25, partial=True), fixed=shared.SILU | {"attention_bias": False},
-        ignored=mixtures.IGNORED, reads=_read, writes=_written,
+        only={"use_sliding_window": (False, None)}, ignored=mixtures.IGNORED,
+        reads=_read, writes=_written,
     ),
 )  # fmt: skip
