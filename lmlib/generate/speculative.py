@@ -14,6 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +82,7 @@ class SpeculativeGenerator(Generator):
         super().__init__(model, *settings)
         if draft is None:
             self._draft = None
+            assert isinstance(self._weights.model, MultiTokenDecoder)
             self._weights = self._weights._replace(model=_WithHead(self._weights.model))
         else:
             try:
@@ -100,14 +102,15 @@ class SpeculativeGenerator(Generator):
         features = None
         if self._draft is None:
             width = [(0, 0), (0, 0), (0, self.spare), (0, 0)]
-            found, features = found[:2], jnp.pad(h_BE[None, :, None], width)
+            of_model, of_draft, _ = found
+            features = jnp.pad(h_BE[None, :, None], width)
         else:
-            found = found, self._draft._with(cache, texts)[0]
+            of_model, of_draft = found, self._draft._with(cache, texts)[0]
         unread = self._placed(
             np.zeros((1, len(texts), self.spare), np.int32), (None, "batch", None)
         )
         count = self._placed(np.zeros((1, len(texts)), np.int32), (None, "batch"))
-        return _Caches(*found, unread, count, features), h_BE
+        return _Caches(of_model, of_draft, unread, count, features), h_BE
 
     def _more(
         self,
@@ -135,14 +138,14 @@ class SpeculativeGenerator(Generator):
 class _Caches(NamedTuple):
     """The caches of a model and its draft, in `State.cache`. The row is the second axis.
 
-    The draft has not yet read the first `count` tokens of `unread`, nor `State.token_B`. A head
-    reads each with the model's `features` of the token before it.
+    The draft has not yet read the first `unread_count` tokens of `unread`, nor `State.token_B`. A
+    head reads each with the model's `features` of the token before it.
     """
 
     model: Any
     draft: Any
     unread: Int32[Array, "1 b k"]
-    count: Int32[Array, "1 b"]
+    unread_count: Int32[Array, "1 b"]
     features: Float[Array, "1 b t embed"] | None
 
 
@@ -152,15 +155,12 @@ class _WithHead(Model):
     The head has read all pairs of a token and the next one.
     """
 
+    vocab: int = eqx.field(static=True)
+    logit_cap: float | None = eqx.field(static=True)
     model: MultiTokenDecoder
 
-    @property
-    def vocab(self) -> int:  # type: ignore[override]
-        return self.model.vocab
-
-    @property
-    def logit_cap(self) -> float | None:  # type: ignore[override]
-        return self.model.logit_cap
+    def __init__(self, model: MultiTokenDecoder):
+        self.vocab, self.logit_cap, self.model = model.vocab, model.logit_cap, model
 
     def trunk(
         self, tokens_BS: Int32[Array, "b s"], context: ForwardContext, cache: Any = None
@@ -214,6 +214,7 @@ def _read(
         return _features(draft.model, lengths_B, compute, tokens_BT, positions_BT, cache)
     positions_BT = jnp.where(positions_BT < 0, -1, positions_BT - 1)
     context = _context(positions_BT, lengths_B, compute)
+    assert isinstance(weights.model, _WithHead) and before_BTE is not None
     found = weights.model.model.ahead(1, before_BTE, tokens_BT, context, cache)
     return reshard(found.x_BSE, "batch seq embed"), found.cache
 
@@ -277,9 +278,8 @@ def _next_tokens(
         guesses_BK, of_draft = _guessed(weights, draft, now.state, runs_B, chooser, settings)
         state = now.state._replace(cache=now.state.cache._replace(draft=of_draft))
         most_B = jnp.where(runs_B, left_B - now.count_B, 0)
-        return _checked(
-            weights, draft, guesses_BK, most_B, chooser, settings, now._replace(state=state)
-        )
+        now = now._replace(state=state)
+        return _checked(weights, guesses_BK, most_B, chooser, settings, now)
 
     count_B = jnp.zeros_like(state.token_B)
     nothing_BN = count_B[:, None] + jnp.full((1, space), NOTHING)
@@ -304,7 +304,7 @@ def _guessed(
 
     Returns the guesses and its cache, without them.
     """
-    compute, K, count_B = settings.compute, settings.guesses, state.cache.count[0]
+    compute, K, count_B = settings.compute, settings.guesses, state.cache.unread_count[0]
     read = functools.partial(_read, weights, draft, state.position_B + 1, compute)
 
     def choose(h_B1E: Array, k: Array | int, seen_BV: Array | None) -> tuple[Array, Array | None]:
@@ -338,7 +338,6 @@ def _guessed(
 
 def _checked(
     weights: Weights,
-    draft: Weights | None,
     guesses_BK: Int32[Array, "b k"],
     most_B: Int32[Array, "b"],
     chooser: Chooser,
@@ -351,7 +350,7 @@ def _checked(
       most_B: maximum number of tokens; rows with 0 stay as they are.
     """
     state, cache, K = now.state, now.state.cache, settings.guesses
-    model = weights.model.model if draft is None else weights.model
+    model = weights.model.model if isinstance(weights.model, _WithHead) else weights.model
     tokens_BT = jnp.concatenate((state.token_B[:, None], guesses_BK), axis=1)
     at_T, runs_B = jnp.arange(K + 1), most_B > 0
 
@@ -363,7 +362,7 @@ def _checked(
     h_BTE, of_model = read(jnp.where(runs_B, K + 1, 0), cache.model)
     seen_BTV = None
     if state.seen_BV is not None:
-        seen = [_seen_after(state.seen_BV, guesses_BK[:, :k]) for k in range(K + 1)]
+        seen: Any = [_seen_after(state.seen_BV, guesses_BK[:, :k]) for k in range(K + 1)]
         seen_BTV = jnp.stack(seen, axis=1)
     next_BT = state.position_B[:, None] + 1 + at_T
     chosen_BT, logprobs_BT, ends_BT = picked(
@@ -390,7 +389,7 @@ def _checked(
         of_model,
         cache.draft,
         jnp.where(runs_B[:, None], guesses_BK, cache.unread[0])[None],
-        jnp.where(runs_B, new_B - 1, cache.count[0])[None],
+        jnp.where(runs_B, new_B - 1, cache.unread_count[0])[None],
         features,
     )
     newest_B = jnp.sum(jnp.where(is_newest_BT, chosen_BT, 0), axis=1)
@@ -409,6 +408,7 @@ def _checked(
         new_BN = jnp.sum(jnp.where(is_it_BNT, new_BT[:, None], 0), axis=2)
         return jnp.where(jnp.any(is_it_BNT, axis=2), new_BN, made_BN)
 
+    assert now.made.drafts_B2 is not None
     accepted_B = jnp.minimum(new_B, right_B)
     drafted_B = jnp.where(new_B > right_B, K, new_B)  # without those that nothing checked
     made = NewTokens(
@@ -451,4 +451,5 @@ def _with_states(cache: Any, states: Sequence[Any]) -> Any:
     """The cache with other `_states`."""
     parts, tree = jax.tree.flatten(cache, is_leaf=is_by_position)
     left = iter(states)
-    return tree.unflatten([part if is_by_position(part) else next(left) for part in parts])
+    parts = [part if is_by_position(part) else next(left) for part in parts]
+    return jax.tree.unflatten(tree, parts)

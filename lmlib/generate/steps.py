@@ -232,4 +232,5 @@ def _picked(
 
 def everywhere(made: NewTokens) -> NewTokens:
     """Replicates the tokens on all devices, so that every process can read them."""
-    return NewTokens(*(x if x is None else reshard(x, (None, None)) for x in made))
+    found: NewTokens = jax.tree.map(lambda x: reshard(x, (None, None)), made)
+    return found
