@@ -34,7 +34,14 @@ from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.families.hugging_face.multi_token_prediction import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
-from lmlib.models.families.hybrid import bamba, granite_hybrid, lfm2, olmo_hybrid, qwen3_next
+from lmlib.models.families.hybrid import (
+    bamba,
+    granite_hybrid,
+    kimi_linear,
+    lfm2,
+    olmo_hybrid,
+    qwen3_next,
+)
 from lmlib.models.multi_token import without_heads
 
 FAMILIES: tuple[Family, ...] = (
@@ -54,6 +61,7 @@ FAMILIES: tuple[Family, ...] = (
     *olmoe.FAMILIES,
     *deepseek.FAMILIES,
     *gpt_oss.FAMILIES,
+    *kimi_linear.FAMILIES,
     *lfm2.FAMILIES,
     *olmo_hybrid.FAMILIES,
     *bamba.FAMILIES,

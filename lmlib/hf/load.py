@@ -79,7 +79,7 @@ def load_weights(
     Args:
       kept: converts each layer's array, for example to another dtype. It must not change layouts.
     """
-    there = stored_tensors(folder)
+    there = {names.usual(name): tensor for name, tensor in stored_tensors(folder).items()}
     layers, alike = least_count(model, names)
     if alike > len(there):  # checked before each of them is looked for
         raise FolderError(

@@ -40,6 +40,8 @@ CHOOSY = (
     "qwen3_next",
     "qwen3_next_some_dense",
     "olmo_hybrid",
+    "kimi_linear",
+    "kimi_linear_query_latent",
 )
 
 

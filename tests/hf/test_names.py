@@ -11,7 +11,7 @@ from hugging_face_families import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.hf.families import FAMILIES, described_by, family_of
+from lmlib.hf.families import FAMILIES, described, described_by, family_of
 from lmlib.hf.names import placed
 from lmlib.models.differences import differences
 from lmlib.parallel.axes import map_weights
@@ -105,3 +105,10 @@ def test_a_deepseek_with_only_dense_layers_is_described(layers):
     assert (family.model_type, told["first_k_dense_replace"]) == ("deepseek_v3", layers)
     again = described_by(json.loads(json.dumps(told)), "config.json").shapes
     assert not list(differences(again, model))
+
+
+def test_dense_layers_that_transformers_writes_as_experts_have_the_usual_names():
+    names, module = described(GOLDEN / "kimi_linear").family.names, "block_sparse_moe"
+    assert names.usual(f"a.{module}.gate_proj.weight") == "a.mlp.gate_proj.weight"
+    of_shared = f"a.{module}.shared_experts.gate_proj.weight"
+    assert names.usual(of_shared) == of_shared

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,11 +21,11 @@ def random_model(kind: str, keys: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(kind, **keys)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for weight in [*model.parameters(), *kept_buffers(model).values()]:
-            weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
-        for name, weight in model.named_parameters():
-            if name.endswith("A_log"):
-                weight.sub_(5)  # so that states remember many tokens
+        for name, weight in [*model.named_parameters(), *kept_buffers(model).items()]:
+            is_rate = name.endswith("A_log")
+            weight.mul_(4 if weight.ndim > 1 and not is_rate else 1)
+            weight.add_(0.1 * torch.randn_like(weight))
+            weight.sub_(5 if is_rate else 0)  # so that states remember many tokens
     return model.float().eval()
 
 
@@ -70,16 +71,26 @@ def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def save(model: Any, folder: Path) -> None:
-    """Writes a folder, for OLMo Hybrid with the names and shapes of the published one.
+    """Writes a folder, with the names and shapes of the published one.
 
-    transformers 5.23 cuts the filters of queries, keys and values into thirds of equal size, and
-    gives the first norm of layers with attention the name of the second one in other layers.
+    transformers 5.23 cuts OLMo Hybrid's filters of queries, keys and values into thirds of equal
+    size, and gives the first norm of its layers with attention the name of the second one in other
+    layers. It writes the MLPs of Kimi Linear's dense layers as if they were experts.
     """
     model.save_pretrained(folder)
-    if model.config.model_type != "olmo_hybrid":
+    if model.config.model_type not in ("olmo_hybrid", "kimi_linear"):
         return
     held = load_file(folder / "model.safetensors")
-    for number, kind in enumerate(model.config.layer_types):
+    if model.config.model_type == "kimi_linear":
+        held = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): x for n, x in held.items()}
+    else:
+        _as_published(held, model.config.layer_types)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def _as_published(held: dict[str, torch.Tensor], kinds: list[str]) -> None:
+    """Renames and cuts OLMo Hybrid's tensors."""
+    for number, kind in enumerate(kinds):
         layer = f"model.layers.{number}."
         if kind == "full_attention":
             norm = held.pop(f"{layer}feedforward_layer_norm.weight")
@@ -88,8 +99,7 @@ def save(model: Any, folder: Path) -> None:
             names = [f"{layer}linear_attn.{name}_conv1d.weight" for name in "qkv"]
             sizes = [len(held[name.replace("conv1d", "proj")]) for name in names]
             filters = torch.cat([held[name] for name in names]).split(sizes)
-            held |= {name: each.clone() for name, each in zip(names, filters, strict=True)}
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+            held.update({name: each.clone() for name, each in zip(names, filters, strict=True)})
 
 
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
@@ -109,7 +119,10 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     of_buffers = {name: torch.zeros_like(each) for name, each in kept_buffers(model).items()}
     of_names = {name: weight.grad for name, weight in names.items()}
     gradients = as_saved(model, of_names | of_buffers)
-    decays = {name: weight.ndim > 1 and not name.endswith("bias") for name, weight in names.items()}
+    decays = {
+        name: weight.ndim > 1 and not name.endswith(("bias", "A_log"))
+        for name, weight in names.items()
+    }
     decaying, others = (
         [weight for name, weight in names.items() if decays[name] is which]
         for which in (True, False)

@@ -40,12 +40,13 @@ KINDS = tuple(
 WITH_EXPERTS = tuple(
     name for name, (kind, _) in FAMILIES.items()
     if kind in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next")
+    or kind == "kimi_linear"
     or name == "granite_hybrid"
 )  # fmt: skip
 HYBRIDS = tuple(
     name
     for name, (kind, _) in FAMILIES.items()
-    if kind in ("qwen3_next", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2")
+    if kind in ("qwen3_next", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2", "kimi_linear")
 )
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.

@@ -41,6 +41,7 @@ class LatentAttention(Part):
 
     Args:
       head_dim, rotary_dim: sizes of a head's queries and keys without and with rotary positions.
+      rotary: rotates the latter, or `None` if they have no positions either.
       value_dim, latent, query_latent: sizes of a head's values, and of the latents.
       scale: factor of the products; `None`: (head_dim + rotary_dim)^-1/2.
       norm: makes the norms of latents, called with `key` and the size of "latent".
@@ -52,7 +53,7 @@ class LatentAttention(Part):
         saved=("latent", "query", "key", "value", "attention"), scopes=("projections", "attention")
     )
 
-    rotary: Rotary = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
     query_down: Float[Array, "embed latent"] | None = weight(fan_in("embed"))
@@ -77,14 +78,14 @@ class LatentAttention(Part):
         value_dim: int,
         latent: int,
         query_latent: int | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         scale: float | None = None,
         norm: Callable[..., Norm] = NORM,
         residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
     ):
-        if rotary.head_dim != rotary_dim:
+        if rotary is not None and rotary.head_dim != rotary_dim:
             raise ValueError(f"rotary turns {rotary.head_dim} of rotary_dim = {rotary_dim}")
         self.rotary, self.scale, self.residual_scale = rotary, scale, residual_scale
         sizes = {"embed": embed, "heads": heads, "head_dim": head_dim, "rotary_dim": rotary_dim}
@@ -155,7 +156,7 @@ class LatentAttention(Part):
             latent_BSL = replicate_for_tp(latent_BSL, ("batch", "seq", None))
             q_BSHQ = matmul("bsl,lhq->bshq", latent_BSL, self.query_up, precision)
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [self.key.shape[-1]], axis=-1)
-        q_BSHR = rotate(q_BSHR, context.shared[self.rotary], self.rotary.interleaved)
+        q_BSHR = self._rotated(q_BSHR, context)
         return checkpoint_name(jnp.concatenate((q_BSHD, q_BSHR), axis=-1), "query")
 
     @jax.named_scope("projections")
@@ -164,9 +165,13 @@ class LatentAttention(Part):
         precision = context.compute.precision("projections")
         latent_BTL = self.norm(matmul("bte,el->btl", x_BSE, self.down, precision))
         rotary_BTR = matmul("bte,er->btr", x_BSE, self.rotary_key, precision)
-        rotations, interleaved = context.shared[self.rotary], self.rotary.interleaved
-        rotary_BTR = rotate(rotary_BTR[:, :, None], rotations, interleaved)[:, :, 0]
+        rotary_BTR = self._rotated(rotary_BTR[:, :, None], context)[:, :, 0]
         return checkpoint_name(latent_BTL, "latent"), checkpoint_name(rotary_BTR, "latent")
+
+    def _rotated(self, x_BSHR: Array, context: ForwardContext) -> Array:
+        if self.rotary is None:
+            return x_BSHR
+        return rotate(x_BSHR, context.shared[self.rotary], self.rotary.interleaved)
 
     @jax.named_scope("projections")
     def _keys_and_values(
@@ -207,7 +212,7 @@ class LatentAttention(Part):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        return (self.rotary, *super().reads)
+        return super().reads if self.rotary is None else (self.rotary, *super().reads)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
         """See `Part.empty_cache`. Its one head stores rotary keys as keys and latents as values."""
@@ -223,7 +228,8 @@ class LatentAttention(Part):
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Same as in `lmlib.models.parts.attention.Attention`."""
-        self.rotary.check(sequence_length)
+        if self.rotary is not None:
+            self.rotary.check(sequence_length)
         query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
         shapes = Shapes(sequence_length, query_dim, compute.dtype, value_dim=self.value.shape[-1])
         check_attention(compute.attention, shapes, compute.context_method)

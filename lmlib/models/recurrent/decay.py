@@ -1,6 +1,6 @@
 """The decay of a state with time steps that depend on the token, as in Mamba.
 
-Shapes: B batch, S sequence, H heads.
+Shapes: B batch, S sequence, H heads, and K key_dim if each key channel has its own.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from lmlib.models.weights import InitialValues
 
 
 def log_decay(
-    time_BSH: Float[Array, "b s heads"],
-    time_bias_H: Float[Array, "heads"],
-    log_rate_H: Float[Array, "heads"],
-) -> Float[Array, "b s heads"]:
+    time_BSH: Float[Array, "b s heads *k"],
+    time_bias_H: Float[Array, "heads *k"],
+    log_rate_H: Float[Array, "heads *#k"],
+) -> Float[Array, "b s heads *k"]:
     """-exp(log_rate) · softplus(time + time_bias), in float32 or wider (arXiv:2312.00752, §3)."""
     time_BSH = time_BSH.astype(jnp.promote_types(time_BSH.dtype, jnp.float32))
     return -jnp.exp(log_rate_H) * jax.nn.softplus(time_BSH + time_bias_H)

@@ -115,16 +115,16 @@ class GatedDeltaNet(Part):
             q_BSGK, q_window = causal_convolution(q_BSGK, self.query_filter, context, windows[0])
             k_BSGK, k_window = causal_convolution(k_BSGK, self.key_filter, context, windows[1])
             v_BSHV, v_window = causal_convolution(v_BSHV, self.value_filter, context, windows[2])
-            q_BSGK = _unit(jax.nn.silu(q_BSGK), q_BSGK.shape[-1] ** -0.5)
-            k_BSGK = _unit(jax.nn.silu(k_BSGK))
-            beta_BSH = (2 if self.negative else 1) * jax.nn.sigmoid(_wide(rate_BSH))
+            q_BSGK = unit(jax.nn.silu(q_BSGK), q_BSGK.shape[-1] ** -0.5)
+            k_BSGK = unit(jax.nn.silu(k_BSGK))
+            beta_BSH = (2 if self.negative else 1) * jax.nn.sigmoid(wide(rate_BSH))
             y_BSHV, state = linear_recurrence(
                 q_BSGK, k_BSGK, jax.nn.silu(v_BSHV),
                 log_decay(time_BSH, self.time_bias, self.log_rate), beta_BSH, context,
                 None if cache is None else cache.state,
             )  # fmt: skip
             y_BSHV = checkpoint_name(y_BSHV.astype(x_BSE.dtype), "recurrence")
-            y_BSHV = (self.norm(y_BSHV) * jax.nn.silu(_wide(z_BSHV))).astype(x_BSE.dtype)
+            y_BSHV = (self.norm(y_BSHV) * jax.nn.silu(wide(z_BSHV))).astype(x_BSE.dtype)
         if cache is not None:
             cache = RecurrentState(state, (q_window, k_window, v_window))  # type: ignore[arg-type]
         with jax.named_scope("projections"):
@@ -155,12 +155,13 @@ class GatedDeltaNet(Part):
         return product_flops(self) + 6.0 * filters + of_state
 
 
-def _wide(x: Array) -> Array:
+def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _unit(x_BSGK: Float[Array, "b s g k"], length: float = 1.0) -> Float[Array, "b s g k"]:
+def unit(x_BSGK: Float[Array, "b s g k"], length: float = 1.0) -> Float[Array, "b s g k"]:
     """`x` with another Euclidean length, computed in float32 or wider."""
-    wide = _wide(x_BSGK)
-    square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * (length * jax.lax.rsqrt(square + 1e-6))).astype(x_BSGK.dtype)
+    wide_BSGK = wide(x_BSGK)
+    square_BSG1 = jnp.sum(jnp.square(wide_BSGK), axis=-1, keepdims=True)
+    return (wide_BSGK * (length * jax.lax.rsqrt(square_BSG1 + 1e-6))).astype(x_BSGK.dtype)

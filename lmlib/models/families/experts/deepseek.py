@@ -22,7 +22,7 @@ from lmlib.models.multi_token import multi_token
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary
+from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.parts.rope_scaling import Yarn, yarn_amplitude
 
 
@@ -115,8 +115,8 @@ def deepseek_v3(
     return multi_token(decoder, multi_token_depths or 0, norm, key=key)
 
 
-_LAYER = (
-    *shared.NORMS_BEFORE,
+# A layer's latent attention.
+LATENT_ATTENTION = (
     Tensor("self_attn.q_proj.weight", {"attention.query": ("heads query_dim", "embed")}),
     Tensor("self_attn.q_a_proj.weight", {"attention.query_down": ("latent", "embed")}),
     Tensor("self_attn.q_a_layernorm.weight", {"attention.query_norm.scale": ("latent",)}),
@@ -135,12 +135,26 @@ _LAYER = (
         each="heads",
     ),
     Tensor("self_attn.o_proj.weight", {"attention.output": ("embed", "heads value_dim")}),
+)
+
+
+def of_shared_experts(module: str = "mlp") -> tuple[Tensor, ...]:
+    """Returns the tensors of the router's corrections and the shared experts, in `module`."""
+    of_shared = f"{module}.shared_experts"
+    return (
+        Tensor(f"{module}.gate.e_score_correction_bias", {"mlp.router.correction": ("choice",)}),
+        Tensor(f"{of_shared}.gate_proj.weight", {"mlp.shared.gate": ("mlp", "embed")}),
+        Tensor(f"{of_shared}.up_proj.weight", {"mlp.shared.up": ("mlp", "embed")}),
+        Tensor(f"{of_shared}.down_proj.weight", {"mlp.shared.down": ("embed", "mlp")}),
+    )
+
+
+_LAYER = (
+    *shared.NORMS_BEFORE,
+    *LATENT_ATTENTION,
     *shared.MLP,
     *mixtures.tensors(),
-    Tensor("mlp.gate.e_score_correction_bias", {"mlp.router.correction": ("choice",)}),
-    Tensor("mlp.shared_experts.gate_proj.weight", {"mlp.shared.gate": ("mlp", "embed")}),
-    Tensor("mlp.shared_experts.up_proj.weight", {"mlp.shared.up": ("mlp", "embed")}),
-    Tensor("mlp.shared_experts.down_proj.weight", {"mlp.shared.down": ("embed", "mlp")}),
+    *of_shared_experts(),
 )
 _RATE = "bias_update_speed"  # lmlib's own key, named as in the paper
 _USUAL_RATE = 1e-3
@@ -150,6 +164,10 @@ _ROPE = Rope(scalings=(Yarn,), kind="type")
 
 def _attention(model: Decoder) -> LatentAttention:
     return parts.a(LatentAttention, parts.layers(model)[0].attention)
+
+
+def _rotary(model: Decoder) -> Rotary:
+    return parts.a(Rotary, _attention(model).rotary)
 
 
 def _size(model: Decoder, kind: type[Any]) -> int:
@@ -171,18 +189,18 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(model: Decoder) -> dict[str, Any]:
-    attention = _attention(model)
-    rotary = attention.rotary
+    attention, rotary = _attention(model), _rotary(model)
     content = {
         "num_key_value_heads": attention.output.shape[-3],
         **_ROPE.settings(rotary, rotary.head_dim),
     }
-    return content | _sharper(attention, content)
+    return content | _sharper(attention, rotary.scaling, content)
 
 
-def _sharper(attention: LatentAttention, content: dict[str, Any]) -> dict[str, Any]:
+def _sharper(
+    attention: LatentAttention, scaling: Scaling | None, content: dict[str, Any]
+) -> dict[str, Any]:
     """Returns `mscale` and `mscale_all_dim`, which older readers use for amplitude and scale."""
-    scaling = attention.rotary.scaling
     if attention.scale is None or not isinstance(scaling, Yarn) or scaling.factor == 1:
         return {}
     query_dim = attention.key.shape[-1] + attention.rotary_key.shape[-1]
@@ -205,6 +223,11 @@ def _of_router(name: str) -> Callable[[Decoder], Any]:
 def _correction_rate(model: Decoder) -> Any:
     rate = _of_router("correction_rate")(model)
     return ... if rate == _USUAL_RATE else rate
+
+
+CORRECTION_RATE = Key(
+    _RATE, "correction_rate", _correction_rate, _USUAL_RATE, float, zero=True
+)  # fmt: skip
 
 
 def _shared_experts(model: Decoder) -> Any:
@@ -238,13 +261,13 @@ _KEYS = (
     Key("topk_group", "top_groups", _of_router("top_groups"), 4),
     Key("norm_topk_prob", "normalized", _of_router("normalized"), True, bool, null=True),
     Key("routed_scaling_factor", "share_scale", _of_router("scale"), 2.5, float),
-    Key(_RATE, "correction_rate", _correction_rate, _USUAL_RATE, float, zero=True),
+    CORRECTION_RATE,
     Key("qk_nope_head_dim", "head_dim", lambda model: _attention(model).key.shape[-1], 128),
-    Key("qk_rope_head_dim", "rotary_dim", lambda model: _attention(model).rotary.head_dim, 64),
+    Key("qk_rope_head_dim", "rotary_dim", lambda model: _rotary(model).head_dim, 64),
     Key("v_head_dim", "value_dim", lambda model: _attention(model).value.shape[-1], 128),
     Key("kv_lora_rank", "latent", lambda model: _attention(model).down.shape[-1], 512),
     Key(
-        "rope_interleave", "interleaved", lambda model: _attention(model).rotary.interleaved,
+        "rope_interleave", "interleaved", lambda model: _rotary(model).interleaved,
         True, bool, null=True,
     ),
     Key("q_lora_rank", "query_latent", _latent, 1_536, null=True),

@@ -62,6 +62,7 @@ class Names:
       head, layer_in_head: prefixes of a head's tensors, and of its layer's within it. The `layer`
         of the first head is the number of layers.
       repeated: tensors of a head that repeat weights outside layers, which the head shares.
+      renamed: maps parts of the names in some folders to the usual ones.
     """
 
     outside: Sequence[Tensor]
@@ -77,6 +78,7 @@ class Names:
     head: str = "model.layers.{layer}."
     layer_in_head: str = ""
     repeated: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
         """Returns the tensor that holds a weight outside layers, also a tied head."""
@@ -88,6 +90,12 @@ class Names:
             f"({', '.join(each.name for each in self.outside)}); add a Tensor that holds it, also "
             "where the head is tied to the table, since folders may repeat it"
         )
+
+    def usual(self, name: str) -> str:
+        """Returns the usual name of a folder's tensor."""
+        for part, usual in self.renamed.items():
+            name = name.replace(part, usual)
+        return name
 
     def float32_in(self, tensor: str) -> tuple[str, ...]:
         """Returns the file dtypes for which the tensor of this name stays in float32."""

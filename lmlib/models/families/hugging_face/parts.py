@@ -1,5 +1,6 @@
 """Parts of a model and types of its layers, for writing config.json."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +43,16 @@ def mixer(model: Decoder, kind: type[K]) -> K:
     """Returns the first layer's mixer that is a `kind`; raises ValueError if there is none."""
     mixers = [layer.attention for layer in layers(model)]
     return next((each for each in mixers if isinstance(each, kind)), None) or a(kind, mixers[0])
+
+
+def of_first(kind: type[Any], value: Callable[[Any], Any]) -> Callable[[Decoder], Any]:
+    """Returns a function that reads a setting of the first mixer or MLP of a kind, or `...`."""
+
+    def read(model: Decoder) -> Any:
+        every = (part for layer in layers(model) for part in (layer.attention, layer.mlp))
+        return next((value(part) for part in every if isinstance(part, kind)), ...)
+
+    return read
 
 
 def attention(model: Decoder) -> Attention:
