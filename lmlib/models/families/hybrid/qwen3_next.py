@@ -227,7 +227,10 @@ _KEYS = (
 FAMILIES = (
     Family(
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
-        Names(shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS), _KEYS,
+        Names(
+            shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS, not_adapted=mixtures.GATE_UP_DOWN
+        ),
+        _KEYS,
         Rope(fraction=0.25, partial=True), fixed=shared.SILU | {"attention_bias": False},
         only={"use_sliding_window": (False, None)}, ignored=mixtures.IGNORED,
         reads=_read, writes=_written,
