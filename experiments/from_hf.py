@@ -21,13 +21,14 @@ from experiments.base.pretraining import pretraining
 from lmlib.experiment import Experiment
 from lmlib.hf.families import FAMILIES, described
 from lmlib.hf.hub import local_folder_of
+from lmlib.losses.multi_token import MultiToken
 from lmlib.models.families.hugging_face.family import Family
 
 
 def config(
     folder: str, tokens: str = "data/c4", families: Sequence[Family] = FAMILIES
 ) -> fdl.Config[Experiment]:
-    """Trains the model of `folder` further.
+    """Trains the model of `folder` further, with the heads of multi-token prediction that it has.
 
     Args:
       folder: a Hugging Face folder, or a name on the Hub.
@@ -42,6 +43,9 @@ def config(
         sequence_length=2_048,
         peak_lr=3e-5,
     )
+    if depths := found.arguments.get("multi_token_depths"):
+        fdl.update_callable(cfg.objective, MultiToken)
+        cfg.objective.weights = (0.3 / depths,) * depths
     cfg.init_from = folder
     cfg.optimizer.schedule.warmup = 0.05
     return cfg

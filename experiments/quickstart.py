@@ -12,6 +12,7 @@ import fiddle as fdl
 from data_tools.standard_library import standard_library
 from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import longer_rows as longer_rows
+from experiments.base.pretraining import multi_token as multi_token
 from experiments.base.pretraining import pretraining
 from experiments.base.pretraining import stable as stable
 from lmlib.compute import EVERYTHING, Compute

@@ -188,6 +188,8 @@ def bring_out(
                 own = texts.first.tokenizer_path
             if own is None:
                 show("WARNING: no tokenizer files found, so the export has none: give --tokenizer")
+            if hasattr(model, "predictors"):
+                show("heads of multi-token prediction stay only if the family has them")
             rounded = hf.save(
                 model,
                 unfinished,

@@ -19,7 +19,9 @@ from lmlib.experiment import (
     SampleSettings,
 )
 from lmlib.guard import Guard
+from lmlib.losses.multi_token import MultiToken
 from lmlib.losses.next_token import NextToken
+from lmlib.models.multi_token import multi_token as with_heads
 from lmlib.models.parts.rope_scaling import Yarn
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon as muon_optimizer
@@ -186,6 +188,13 @@ def fast(cfg: fdl.Config[Experiment]) -> None:
     cfg.compute.saved = EVERYTHING
     cfg.compute.unroll = cfg.model.layers
     cfg.compute.logits_dtype = "bfloat16"
+
+
+def multi_token(cfg: fdl.Config[Experiment], weights: tuple[float, ...] = (0.3,)) -> None:
+    """Also trains a head for each further token. Comes after fiddlers that change the model."""
+    cfg.model = fdl.Partial(with_heads, of=cfg.model, depths=len(weights))
+    fdl.update_callable(cfg.objective, MultiToken)
+    cfg.objective.weights = weights
 
 
 def muon(cfg: fdl.Config[Experiment]) -> None:

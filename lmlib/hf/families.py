@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PRNGKeyArray
 
 from lmlib.hf.folder import read_json
+from lmlib.hf.names import heads_in
+from lmlib.hf.tensor_files import tensor_names
 from lmlib.models.decoder import Decoder
 from lmlib.models.differences import differences
 from lmlib.models.experts.router import without_load
@@ -30,8 +32,10 @@ from lmlib.models.families import (
 from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.multi_token_prediction import HEADS
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
 from lmlib.models.families.hybrid import bamba, granite_hybrid, lfm2, olmo_hybrid, qwen3_next
+from lmlib.models.multi_token import without_heads
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -85,11 +89,18 @@ class Described:
 def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
     """Reads `folder`/config.json, which must describe one of `families`.
 
+    The model has the heads of multi-token prediction whose tensors the folder, or its index, has.
     Raises FolderError if the file is missing, it has an unknown key or value, or its model is not
     possible.
     """
     file = folder / "config.json"
-    found = described_by(read_json(file), str(file), families)
+    content = read_json(file)
+    names = [each.names for each in families if each.model_type == content.get("model_type")]
+    layers = content.get("num_hidden_layers")
+    if names and names[0].heads and type(layers) is int:
+        # transformers writes 1 for folders without heads too.
+        content[HEADS] = len(heads_in(tensor_names(folder), names[0], layers))
+    found = described_by(content, str(file), families)
     found.shapes  # noqa: B018 - refuses sizes that do not go together
     return found
 
@@ -132,7 +143,8 @@ def family_of(
     """Returns a model's family, and a config.json that describes the model exactly.
 
     A model built from it has the same parts, settings and shapes, except for settings that only
-    training reads. Raises ValueError if the model belongs to no family.
+    training reads, and for heads of multi-token prediction if the family has no tensors for them.
+    Raises ValueError if the model belongs to no family.
 
     Args:
       model: its arrays may be shapes.
@@ -141,13 +153,14 @@ def family_of(
     chosen = [each for each in families if model_type in (None, each.model_type)]
     reasons = set[str]()
     for family in chosen:
+        own = model if family.names.heads else without_heads(model)
         try:
-            content = {"model_type": family.model_type, **family.settings(model)}
+            content = {"model_type": family.model_type, **family.settings(own)}
             shapes = described_by(content, "config.json", [family]).shapes
         except ValueError as error:  # the family lacks a part, or config.json cannot say this
             reasons.add(str(error))
             continue
-        differing = list(differences(shapes, without_load(model)))
+        differing = list(differences(shapes, without_load(own)))
         if not differing:
             return family, content
         where, one, other, _ = differing[0]

@@ -31,9 +31,9 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download  # 0.2 s to import
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted = [*SETTINGS, *TOKENIZER_FILES]
+    wanted = [*SETTINGS, *TOKENIZER_FILES, "*.safetensors.index.json"]
     if weights:
-        wanted += ["*.safetensors", "*.safetensors.index.json"]
+        wanted.append("*.safetensors")
     try:
         # Subfolders, and Mistral's "consolidated" files, duplicate the weights.
         copied = snapshot_download(

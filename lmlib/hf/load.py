@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from lmlib.hf.families import FAMILIES, described
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Piece, Share, check_complete, least_count, placed
+from lmlib.hf.names import Piece, Share, check_complete, heads_in, least_count, placed, repeated
 from lmlib.hf.tensor_files import DTYPES, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.family import Family, Names
@@ -45,6 +45,9 @@ def load(
 
     Raises FolderError if the folder cannot be used, or its tensors do not fit the model that it
     describes, and LayoutError if the mesh cannot hold the model.
+
+    If the folder has heads of multi-token prediction, the model is a `MultiTokenDecoder`, whose
+    heads are trained by `lmlib.losses.multi_token.MultiToken` and saved again.
 
     Args:
       folder: contains config.json and safetensors; or its name on the Hub.
@@ -87,15 +90,23 @@ def load_weights(
         there = {_with_base(name, names): tensor for name, tensor in there.items()}
     wanted = placed(model, names)
     table, head = (names.tensor_of(path) for path in ("embedding", "unembedding"))
-    tied = model.unembedding is None
-    shapes = {name: each.shape for name, each in there.items() if not (tied and name == head)}
+    copies = repeated(model, names)
+    if model.unembedding is None:
+        copies[head] = table
+    # A model without heads leaves the folder's out, as transformers does.
+    left_out = () if hasattr(model, "predictors") else tuple(heads_in(there, names, layers))
+    shapes = {
+        name: each.shape
+        for name, each in there.items()
+        if name not in copies and not name.startswith(left_out)
+    }
     try:
         check_complete(wanted, shapes, names.without_effect)
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
     check_model(model, mesh)
-    if tied and head in there:
-        _check_tied(folder, there, head, table, mesh)
+    for name in copies.keys() & there.keys():
+        _check_same(folder, there, name, copies[name], mesh)
     places = _places(model, mesh)
     weights: dict[str, Any] = {}
     parts: dict[tuple[str, int | None], _Parts] = collections.defaultdict(dict)
@@ -141,18 +152,23 @@ def _with_base(name: str, names: Names) -> str:
     return name if name == names.tensor_of("unembedding") else names.base + name
 
 
-def _check_tied(
-    folder: Path, there: Mapping[str, Stored], head: str, table: str, mesh: Mesh
+def _check_same(
+    folder: Path, there: Mapping[str, Stored], copy: str, table: str, mesh: Mesh
 ) -> None:
-    """Raises FolderError if a tied model's head differs from its embedding table.
+    """Raises FolderError if a copy differs: of a tied table, or of what multi-token heads share.
 
-    `transformers` would use such a head.
+    `transformers` would use a head that differs from a tied table.
     """
-    one, other = there[head], there[table]
-    if one.shape != other.shape or not _same(_read(head, one, mesh), _read(table, other, mesh)):
+    one, other = there[copy], there[table]
+    if one.shape != other.shape or not _same(_read(copy, one, mesh), _read(table, other, mesh)):
         raise FolderError(
-            f"{folder}: {head} differs from {table}, but config.json has tie_word_embeddings = "
-            "True, or does not say, which means True: set it to False, or remove the head"
+            f"{folder}: {copy} differs from {table}, but "
+            + (
+                "multi-token heads share it: remove the copy, or make it the same"
+                if copy.count(".") > 1
+                else "config.json has tie_word_embeddings = True, or does not say, which means "
+                "True: set it to False, or remove the head"
+            )
         )
 
 

@@ -7,7 +7,7 @@ be arrays of JAX, or of NumPy, for which nothing is compiled.
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -119,14 +119,49 @@ def placed(model: Any, names: Names) -> list[Placed]:
     for tensor in names.outside:
         if all(path in weights for path in tensor.holds):
             found += _placed(tensor, "", {path: (path, None) for path in tensor.holds}, weights)
-    for number, (block, repetition) in enumerate(_layers(weights)):
+    layers = [*_layers(weights)]
+    blocks = [(names.prefix.format(layer=i), *each) for i, each in enumerate(layers)]
+    for depth in range(len(_heads(model))):
+        own, prefix = f"predictors.{depth}", names.head.format(layer=len(layers) + depth)
+        blocks.append((prefix + names.layer_in_head, f"{own}.stack.patterns.0.0", 0))
+        for tensor in names.heads:
+            paths = {path: (f"{own}.{path}", None) for path in tensor.holds}
+            found += _placed(tensor, prefix, paths, weights)
+    for prefix, block, repetition in blocks:
         for tensor in _of_layer(names, block, weights):
-            paths = {path: (f"{block}.{path}", repetition) for path in tensor.holds}
-            found += _placed(tensor, names.prefix.format(layer=number), paths, weights)
+            within = {path: (f"{block}.{path}", repetition) for path in tensor.holds}
+            found += _placed(tensor, prefix, within, weights)
     held = {piece.path for each in found for piece in each.pieces}
     if lost := sorted(set(weights) - held):
         raise ValueError(f"the family's names have no place for {', '.join(lost)}")
     return [each._replace(float32_in=names.float32_in(each.name)) for each in found]
+
+
+def repeated(model: Any, names: Names) -> dict[str, str]:
+    """Maps tensors of heads to the tensors outside layers with the same values."""
+    tied = {"unembedding": "embedding"} if model.unembedding is None else {}
+    first = model.stack.depth
+    prefixes = [names.head.format(layer=first + i) for i in range(len(_heads(model)))]
+    return {
+        prefix + name: names.tensor_of(tied.get(path, path))
+        for prefix in prefixes
+        for name, path in names.repeated.items()
+    }
+
+
+def heads_in(there: Container[str], names: Names, layers: int) -> list[str]:
+    """Returns the prefix of each head of multi-token prediction among tensors of these names."""
+    found: list[str] = []
+    while names.heads:
+        prefix = names.head.format(layer=layers + len(found))
+        if prefix in found or prefix + names.heads[0].name not in there:
+            break
+        found.append(prefix)
+    return found
+
+
+def _heads(model: Any) -> tuple[Any, ...]:
+    return getattr(model, "predictors", ())
 
 
 def least_count(model: Any, names: Names) -> tuple[int, int]:

@@ -22,11 +22,12 @@ from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
-from lmlib.hf.names import Placed, Share, concatenate_shares, placed
+from lmlib.hf.names import Placed, Share, concatenate_shares, placed, repeated
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
 from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
@@ -74,7 +75,7 @@ def save(
     ValueError if the model belongs to no family, `dtype` is unknown, or a weight exceeds its range,
     FileExistsError if the folder is not empty, FileNotFoundError if `tokenizer` contains no
     tokenizer, and FolderError if a file of `tokenizer` is damaged, or a link that points outside
-    its folder.
+    its folder. Heads of multi-token prediction are left out if the family has no tensors for them.
 
     Args:
       folder: new, or empty.
@@ -95,6 +96,7 @@ def save(
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     family, content = family_of(model, model_type, families)
+    model = model if family.names.heads else without_heads(model)
     texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     require_new(folder)
     content |= {
@@ -108,6 +110,9 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
+    by_name = {each.name: each for each in wanted}
+    copies = repeated(model, family.names)
+    wanted += [by_name[of]._replace(name=name) for name, of in copies.items()]
     unfinished = folder / UNFINISHED  # until all tensors are written; missing bytes are zeros
     files = laid_out(
         unfinished,

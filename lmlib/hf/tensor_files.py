@@ -11,7 +11,7 @@ import math
 import os
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             "folder to safetensors first, with `save_pretrained` of transformers"
         )
     raise FolderError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Returns the names of a folder's tensors, from its index alone if it has one."""
+    if (folder / INDEX).exists():
+        names = read_json(folder / INDEX, _LARGEST_INDEX).get("weight_map")
+        return names if isinstance(names, dict) else ()
+    return read_header(folder / SINGLE) if (folder / SINGLE).exists() else ()
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:

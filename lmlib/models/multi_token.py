@@ -26,7 +26,7 @@ from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.scan import policy
 from lmlib.models.stack import Stack
-from lmlib.models.weights import fan_in, fill, fold_in_name, weight
+from lmlib.models.weights import fan_in, fill, fold_in_name, jit_init, weight
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import COMPUTE, reshard, spec
 from lmlib.parallel.matrix import dense
@@ -174,10 +174,21 @@ class MultiTokenDecoder(Decoder):
         return (*super().weight_groups(), *heads)
 
 
+def without_heads(model: Any) -> Any:
+    """Returns the decoder of a `MultiTokenDecoder`, and any other model as it is."""
+    if not isinstance(model, MultiTokenDecoder):
+        return model
+    decoder = object.__new__(Decoder)
+    for field in dataclasses.fields(Decoder):
+        object.__setattr__(decoder, field.name, getattr(model, field.name))
+    return decoder
+
+
 def multi_token(
     of: Callable[..., Decoder],
     depths: int = 1,
     norm: Callable[..., Norm] = RMSNorm,
+    like: Callable[..., Decoder] | None = None,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
@@ -185,24 +196,27 @@ def multi_token(
 
         model=fdl.Partial(multi_token, of=fdl.Partial(llama, …))
 
-    A head's layer and last norm are like the decoder's last ones, with new weights.
-
     Args:
       depths: number of heads, the number of tokens predicted after the next one; 0 for none.
       norm: makes the norms of embeddings and features, `norm(embed=…, key=…)`.
+      like: a head's layer and last norm are the last ones of a decoder that this makes, with new
+        weights; `None`: `of`.
     """
-    decoder = of(key=key)
     if depths < 0:
         raise ValueError(f"depths must not be negative, got {depths}")
     if depths == 0:
-        return decoder
+        return of(key=key)
 
-    def head(depth: int) -> Predictor:
+    def head(key: PRNGKeyArray, depth: int) -> Predictor:
         own = fold_in_name(key, f"depth {depth}")
-        other, embed = of(key=own), decoder.embedding.shape[-1]
+        other = (like or of)(key=own)
+        embed = other.embedding.shape[-1]
         last = jax.tree.map(lambda w_R: w_R[-1:], other.stack.patterns[-1][-1])
         stack = eqx.tree_at(lambda stack: stack.patterns, other.stack, ((last,),))
         norms = (norm(embed=embed, key=own) for _ in range(2))
         return Predictor(Combination(embed, *norms, key=own), stack, other.norm)
 
-    return MultiTokenDecoder(decoder, [head(depth) for depth in range(1, depths + 1)])
+    def model(key: PRNGKeyArray) -> MultiTokenDecoder:
+        return MultiTokenDecoder(of(key=key), [head(key, 1 + i) for i in range(depths)])
+
+    return jit_init(model)(key)

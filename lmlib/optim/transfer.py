@@ -148,6 +148,10 @@ class CompleteP:
                 "scaling is for models that train from their first values on, and this one has "
                 "adapters: leave out scaling, or the adapters"
             )
+        if hasattr(model, "predictors"):
+            raise ValueError(
+                "scaling has no rule for heads of multi-token prediction: leave out one"
+            )
         try:
             base = _shapes(functools.partial(make, **self.base))
         except (TypeError, ValueError) as error:

@@ -17,6 +17,7 @@ from lmlib.hf.folder import opened, read_copied, read_json
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft.load import Adapters, adapters_in
+from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import Weight
 from lmlib.storage.atomic_file import make_folder
 from runner.config.references import FolderReference, base_of
@@ -107,7 +108,9 @@ class ModelFolder:
             adapters = self.adapters_of(recipe.bare)
             if adapters is not None:
                 target.check_adapters(adapters.beside(recipe.bare))
-            target.check_model(self.described.shapes)
+            theirs, ours = self.described.shapes, recipe.bare
+            # A folder's heads of multi-token prediction may be left out.
+            target.check_model(theirs if hasattr(ours, "predictors") else without_heads(theirs))
             if target.data is not None:
                 own = tokenizer_of(self.base.folder, self.base.name)
                 if tokenizers_differ(own, target.data.tokenizer):

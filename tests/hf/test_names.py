@@ -45,6 +45,7 @@ def models(draw):
         "latent": draw(st.integers(1, 9)),
         "query_latent": draw(st.one_of(st.none(), st.integers(1, 9))),
         "tied": draw(st.booleans()),
+        "multi_token_depths": draw(st.integers(0, 1)),
         # A Llama with a window is a Mistral.
         "window": None if family.model_type == "llama" else draw(st.integers(1, 9)),
         "period": draw(st.integers(1, 4)),

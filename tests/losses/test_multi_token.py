@@ -11,6 +11,7 @@ import pytest
 from sentinels import sentinels
 
 from lmlib import train
+from lmlib.adapters.lora import with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import packed_batch, place
 from lmlib.data.synthetic import Synthetic
@@ -23,6 +24,7 @@ from lmlib.models.multi_token import multi_token
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.selection import named_weights
 from lmlib.state import Training
 
 FLOAT32 = Compute(dtype="float32")
@@ -33,14 +35,19 @@ source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
 
 
 @functools.cache
-def weights(tied=False, experts=False):
+def weights(tied=False, experts=False, adapters=False):
     sizes = {"vocab": V, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 48}
     of = functools.partial(llama, **sizes, tied=tied)
     if experts:
         mixture = functools.partial(Mixture, experts=8, top=2)
         of = functools.partial(transformer, **sizes, feed_forward=mixture)
-    shapes = jax.eval_shape(lambda: multi_token(of, 2, key=jax.random.key(0)))
-    return laid_out.drawn(shapes)
+
+    def make():
+        made = multi_token(of, 2, key=jax.random.key(0))
+        paths = "stack.*", "predictors.*"
+        return with_adapters(made, 4, paths=paths, key=jax.random.key(1)) if adapters else made
+
+    return laid_out.drawn(jax.eval_shape(make))
 
 
 def test_tokens_and_targets_are_of_the_same_document():
@@ -65,8 +72,11 @@ def test_tokens_and_targets_are_of_the_same_document():
 
 
 @functools.cache
-def loss_and_gradients(sizes, tied=False, experts=False, order="zigzag", **compute):
-    compute, objective = Compute(dtype="float32", **compute), BALANCED if experts else OBJECTIVE
+def loss_and_gradients(sizes, kind=(), order="zigzag", **compute):
+    compute, objective = (
+        Compute(dtype="float32", **compute),
+        BALANCED if "experts" in kind else OBJECTIVE,
+    )
 
     def mean(model, batch):
         sums = objective.sums(model, None, batch, compute)
@@ -74,7 +84,7 @@ def loss_and_gradients(sizes, tied=False, experts=False, order="zigzag", **compu
         return loss, sums.reported
 
     mesh = make_mesh(**dict(sizes))
-    model = laid_out.laid_out(weights(tied, experts), mesh)
+    model = laid_out.laid_out(weights(**dict.fromkeys(kind, True)), mesh)
     with jax.set_mesh(mesh):
         batch = place(source, 0, sharding("batch seq", mesh), order)
         found, gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(model, batch)
@@ -86,35 +96,38 @@ def sizes(**axes):
 
 
 CASES = [
-    (sizes(fsdp=8), {"tied": True}),
+    (sizes(fsdp=8), {"kind": ("tied",)}),
     (sizes(data=2, fsdp=2, tensor=2), {"sequence_parallel": True}),
-    (sizes(tensor=4, fsdp=2), {"tied": True}),
-    (sizes(expert=4, tensor=2), {"experts": True}),
+    (sizes(tensor=4, fsdp=2), {"kind": ("tied",)}),
+    (sizes(tensor=2, fsdp=2), {"kind": ("adapters",)}),
+    (sizes(expert=4, tensor=2), {"kind": ("experts",)}),
     (sizes(context=4, fsdp=2), {}),
     (sizes(context=2, tensor=2), {"order": "plain", "sequence_parallel": True}),
     (sizes(stage=2, fsdp=2), {}),
-    (sizes(stage=2, context=2, tensor=2), {"tied": True}),
-    (sizes(stage=2, expert=2, context=2), {"experts": True}),
+    (sizes(stage=2, context=2, tensor=2), {"kind": ("tied",)}),
+    (sizes(stage=2, expert=2, context=2), {"kind": ("experts",)}),
 ]
-KEPT, LANDING = CASES[5].__eq__, CASES[-1].__eq__
+KEPT, LANDING = CASES[6].__eq__, CASES[-1].__eq__
 
 
 @pytest.mark.several_devices
 @pytest.mark.parametrize(("mesh", "how"), sentinels(CASES, KEPT, landing=LANDING))
 def test_loss_metrics_and_gradients_equal_those_of_one_device(mesh, how):
-    kind = {name: how[name] for name in ("tied", "experts") if name in how}
-    expected = loss_and_gradients((), **kind)
+    kind = how.get("kind", ())
+    expected = loss_and_gradients((), kind)
     found = loss_and_gradients(mesh, **how)
     for one, other in zip(*map(jax.tree.leaves, (found[0], expected[0])), strict=True):
         assert one == pytest.approx(other, rel=2e-6)
     laid_out.assert_near(found[1], expected[1], 2e-5)
-    assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(found[1].predictors))
+    if "adapters" not in kind:  # whose bases are frozen
+        assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(found[1].predictors))
 
 
-def trained(objective=OBJECTIVE, microbatches=1, steps=1, model=None):
+def curve(microbatches=1, steps=1, model=None, trained=None):
     mesh, optimizer = make_mesh(devices=jax.devices()[:1]), adamw(steps, peak_lr=1e-2)
-    training = Training(optimizer, mesh, FLOAT32, objective, microbatches=microbatches)
-    state = laid_out.first_state(model or weights(), optimizer, mesh)
+    settings = {"microbatches": microbatches, "trained": trained}
+    training = Training(optimizer, mesh, FLOAT32, OBJECTIVE, **settings)
+    state = laid_out.first_state(model or weights(), optimizer, mesh, trained=trained)
     step = train.make_step(training)
     rows, found = sharding("batch seq", mesh), []
     for number in range(steps):
@@ -125,7 +138,7 @@ def trained(objective=OBJECTIVE, microbatches=1, steps=1, model=None):
 
 @pytest.mark.parametrize("microbatches", [2, pytest.param(8, marks=pytest.mark.landing)])
 def test_microbatches_change_nothing(microbatches):
-    (expected,), (found,) = trained(), trained(microbatches=microbatches)
+    (expected,), (found,) = curve(), curve(microbatches=microbatches)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -133,12 +146,23 @@ def test_microbatches_change_nothing(microbatches):
 def test_each_depth_begins_near_a_guess_and_learns():
     of = functools.partial(llama, vocab=V, embed=32, layers=1, heads=4, mlp=64)
     model = multi_token(of, 2, key=jax.random.key(0))
-    curve = trained(steps=60, model=model)
+    found = curve(steps=60, model=model)
     for name in OBJECTIVE.metrics:
         if name.startswith("loss"):
-            assert curve[0][name] == pytest.approx(math.log(V), abs=0.2)
-            assert curve[-1][name] < curve[0][name] - 0.3
-    assert 0.1 < curve[0]["targets_3"] < curve[0]["targets_2"] < 1
+            assert found[0][name] == pytest.approx(math.log(V), abs=0.2)
+            assert found[-1][name] < found[0][name] - 0.3
+    assert 0.1 < found[0]["targets_3"] < found[0]["targets_2"] < 1
+
+
+@pytest.mark.landing
+def test_heads_can_train_alone():
+    paths = {path for path in named_weights(weights()) if path.startswith("predictors.")}
+    found = curve(steps=8, trained=paths)
+    batch = source.batch(7)
+    before = OBJECTIVE.sums(weights(), None, batch, FLOAT32).reported
+    before = OBJECTIVE.means({name: float(x) / batch.loss_mask.sum() for name, x in before.items()})
+    assert found[-1]["loss"] == pytest.approx(before["loss"], rel=1e-5)
+    assert found[-1]["loss_2"] < before["loss_2"] and found[-1]["loss_3"] < before["loss_3"]
 
 
 def test_the_loss_of_the_next_token_is_that_of_next_token():

@@ -22,6 +22,8 @@ from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.gpt_neox import gpt_neox
 from lmlib.models.families.granite import granite
+from lmlib.models.families.hybrid.llama_hybrid import llama_hybrid
+from lmlib.models.families.hybrid.olmo_hybrid import olmo_hybrid
 from lmlib.models.families.hybrid.qwen3_next import qwen3_next
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
@@ -164,7 +166,7 @@ QWEN3_NEXT = functools.partial(
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),
     *(gpt2, starcoder2, smollm3, granite, gpt_neox, speedrun),
-    *(mixtral, qwen3_moe, olmoe, DEEPSEEK, gpt_oss, QWEN3_NEXT),
+    *(mixtral, qwen3_moe, olmoe, DEEPSEEK, gpt_oss, QWEN3_NEXT, olmo_hybrid, llama_hybrid),
 )
 VOCAB = 512
 

@@ -146,7 +146,8 @@ def _in_chunks(tokens: Tokens, before_BS: Int[Array, "b s"], length: int) -> Chu
         decay_NBGRLL = jnp.exp(jnp.where(below_LL & same_NBGRLL, differences, -jnp.inf))
         heads = v_NBGLRV.shape[4]
         query_pairs, key_pairs = (
-            _for_heads(heads, _product("nbglk,nbgmk->nbglm", x, k_NBGLK)) for x in (q_NBGLK, k_NBGLK)
+            _for_heads(heads, _product("nbglk,nbgmk->nbglm", x, k_NBGLK))
+            for x in (q_NBGLK, k_NBGLK)
         )
         # A token's own decay is no difference: its factor is exactly 1.
         pairs_NBGRLL = query_pairs * (decay_NBGRLL + diagonal_LL)

@@ -13,13 +13,15 @@ from jaxtyping import PRNGKeyArray
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
-from lmlib.models.families.hugging_face import mixtures, parts, shared
+from lmlib.models.families.hugging_face import mixtures, multi_token_prediction, parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import check_sizes, transformer
+from lmlib.models.multi_token import multi_token
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.rope_scaling import Yarn, yarn_amplitude
 
@@ -51,10 +53,11 @@ def deepseek_v3(
     interleaved: bool = True,
     norm_epsilon: float = 1e-6,
     tied: bool = False,
+    multi_token_depths: int | None = None,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """DeepSeek-V3 (§2.1), without multi-token prediction.
+    """DeepSeek-V3 (§2.1).
 
     Args:
       mlp, dense_layers: the first `dense_layers` layers have an MLP of size `mlp` and no experts.
@@ -69,6 +72,7 @@ def deepseek_v3(
       score_sharpness: m; with a `rope_scaling`, all scores are multiplied by (0.1 m ln(factor) +
         1)². DeepSeek-V3 has 1.
       norm_epsilon: epsilon of all norms except the latents' norms, which have 1e-6.
+      multi_token_depths: number of heads for further tokens (§2.2); DeepSeek-V3 has 1.
     """
     check_sizes(
         expert_mlp=expert_mlp, rotary_dim=rotary_dim, value_dim=value_dim, latent=latent,
@@ -101,12 +105,14 @@ def deepseek_v3(
     def experts_of_size(embed: int, mlp: int, **others: Any) -> Mixture:
         return mixture(embed, expert_mlp, **others)
 
-    return transformer(
-        vocab, embed, layers, heads, mlp, None, head_dim, norm_epsilon=norm_epsilon, tied=tied,
-        attention=attention,
+    decoder = functools.partial(
+        transformer, vocab, embed, layers, heads, mlp, None, head_dim, norm_epsilon=norm_epsilon,
+        tied=tied, attention=attention,
         feed_forward=[GatedMLP] * dense_layers + [experts_of_size] * (layers - dense_layers),
-        rotary_layers=Rotary(rotary_dim, rope_theta, rope_scaling, interleaved), key=key,
+        rotary_layers=Rotary(rotary_dim, rope_theta, rope_scaling, interleaved),
     )  # fmt: skip
+    norm = functools.partial(RMSNorm, epsilon=norm_epsilon)
+    return multi_token(decoder, multi_token_depths or 0, norm, key=key)
 
 
 _LAYER = (
@@ -244,6 +250,7 @@ _KEYS = (
     Key("q_lora_rank", "query_latent", _latent, 1_536, null=True),
     shared.EPSILON,
     shared.tied(False),
+    multi_token_prediction.KEY,
 )  # fmt: skip
 
 
@@ -253,6 +260,8 @@ FAMILIES = (
         Names(
             shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS, not_adapted=mixtures.GATE_UP_DOWN,
             in_float32=dict.fromkeys(("bfloat16", "float16"), ("e_score_correction_bias",)),
+            heads=multi_token_prediction.tensors("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+            repeated={"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"},
         ),
         _KEYS, rope=None, fixed=shared.SILU | {"attention_bias": False},
         only={  # transformers does not read these either
@@ -260,18 +269,15 @@ FAMILIES = (
             "topk_method": ("noaux_tc", None),
             "moe_layer_freq": (1, None),
         },
-        # These concern losses and devices in training, and multi-token prediction, or are sums of
-        # other keys. Tensors of the layer for multi-token prediction, which follows the last layer,
-        # are refused as unknown.
+        # These concern losses and devices in training, or are sums of other keys.
         ignored=(
-            "aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits",
-            "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim",
+            "aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "num_mtp_layers",
+            "head_dim", "qk_head_dim",
         ),
         written={
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
         },
         reads=_read, writes=_written,
     ),

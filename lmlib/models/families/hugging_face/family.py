@@ -58,6 +58,10 @@ class Names:
         weights.
       not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
       in_float32: maps a file's dtype to parts of the names of tensors that stay in float32.
+      heads: tensors of a head of multi-token prediction, besides its layer, the matrix first.
+      head, layer_in_head: prefixes of a head's tensors, and of its layer's within it. The `layer`
+        of the first head is the number of layers.
+      repeated: tensors of a head that repeat weights outside layers, which the head shares.
     """
 
     outside: Sequence[Tensor]
@@ -69,6 +73,10 @@ class Names:
     in_class: Sequence[Tensor] = ()
     not_adapted: tuple[str, ...] = ()
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    heads: Sequence[Tensor] = ()
+    head: str = "model.layers.{layer}."
+    layer_in_head: str = ""
+    repeated: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
         """Returns the tensor that holds a weight outside layers, also a tied head."""

@@ -10,13 +10,14 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.experts.gated_shared import GatedSharedExperts
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
-from lmlib.models.families.hugging_face import mixtures, parts, shared
+from lmlib.models.families.hugging_face import mixtures, multi_token_prediction, parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.parts import FULL
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import check_sizes, transformer
 from lmlib.models.families.windows import each_nth
+from lmlib.models.multi_token import multi_token
 from lmlib.models.parts.gated_attention import GatedAttention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -51,10 +52,11 @@ def qwen3_next(
     rotary_fraction: float = 0.25,
     norm_epsilon: float = 1e-6,
     tied: bool = False,
+    multi_token_depths: int | None = None,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Qwen3-Next, without multi-token prediction.
+    """Qwen3-Next.
 
     Differences from Qwen 3 with experts: layers with a `GatedDeltaNet` instead of attention; a
     gate for each element of attention's output; rotary positions for a fraction of each head's
@@ -67,6 +69,7 @@ def qwen3_next(
         for each layer with attention.
       linear_heads, linear_kv_heads, linear_key_dim, linear_value_dim, width: sizes of
         `GatedDeltaNet`.
+      multi_token_depths: 1 for a head that predicts a further token, with attention and experts.
     """
     check_sizes(
         layers=layers, expert_mlp=expert_mlp, shared_mlp=shared_mlp, linear_heads=linear_heads,
@@ -92,15 +95,25 @@ def qwen3_next(
             **others,
         )  # fmt: skip
 
-    return transformer(
-        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,
-        norm_epsilon, tied, None, rotary_fraction,
+    of_embed = functools.partial(RMSNorm, offset=1.0)
+
+    def decoder(layers: int, **parts: Any) -> Callable[..., Decoder]:
+        return functools.partial(
+            transformer, vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta,
+            rope_scaling, norm_epsilon, tied, None, rotary_fraction, norm=of_embed, **parts,
+        )  # fmt: skip
+
+    whole = decoder(
+        layers,
         attention=[attention if each else recurrent for each in attention_layers],
         feed_forward=[
             GatedMLP if layer in dense_layers else experts_of_size for layer in range(layers)
         ],
-        rotary_layers=[*attention_layers], norm=functools.partial(RMSNorm, offset=1.0), key=key,
-    )  # fmt: skip
+        rotary_layers=[*attention_layers],
+    )
+    head = decoder(1, attention=attention, feed_forward=experts_of_size)
+    norm = functools.partial(of_embed, epsilon=norm_epsilon)
+    return multi_token(whole, multi_token_depths or 0, norm, head, key=key)
 
 
 _QUERY_KEY = ("kv_heads key_dim", "embed")
@@ -222,13 +235,19 @@ _KEYS = (
     Key("linear_conv_kernel_dim", "width", _of_recurrent("key_filter", -1), 4),
     shared.EPSILON,
     shared.tied(False),
+    multi_token_prediction.KEY._replace(most=1),
 )  # fmt: skip
 
 FAMILIES = (
     Family(
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
         Names(
-            shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS, not_adapted=mixtures.GATE_UP_DOWN
+            shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS,
+            not_adapted=mixtures.GATE_UP_DOWN,  # PEFT takes those of any MLP for experts
+            heads=multi_token_prediction.tensors(
+                "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+            ),
+            head="mtp.", layer_in_head="layers.0.",
         ),
         _KEYS,
         Rope(fraction=0.25, partial=True), fixed=shared.SILU | {"attention_bias": False},
