@@ -18,7 +18,7 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED, STOPPED
-from runner.command_line.flags import DTYPES, MOST, loading, model_flags
+from runner.command_line.flags import DTYPES, MOST, TRUST_MODULE, loading, model_flags
 from runner.errors import ConfigError, chosen_sizes, user_errors
 
 _FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, Hugging Face folder, or Hub name.")
@@ -42,6 +42,10 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", None, DTYPES, "Compute dtype; default: bfloat16, on CPUs float32."
 )
 _INT8 = flags.DEFINE_bool("int8", False, "Keep matrices in 8 bits, which saves memory.")
+_DRAFT = flags.DEFINE_string(
+    "draft", None, "Smaller model that guesses tokens, for speed; `heads`: the model's own heads."
+)
+_DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 4, "With --draft: guesses per call.", 1, MOST)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of another tokenizer than the model's.")
 model_flags()
 
@@ -49,7 +53,9 @@ if __name__ == "__main__":
     take_flags()  # the imports below take seconds
 
 from lmlib.data.chats.chat import answer_ends
+from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.generate import Generator, Sampling, usual_dtype
+from lmlib.generate.speculative import SpeculativeGenerator
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
 from runner.inference.answer import DecodingOptions
@@ -61,6 +67,7 @@ from runner.jax_settings.devices import start_devices
 
 _LENGTHS = 64  # compiled lengths are multiples of this many tokens
 _TYPED_LENGTH = 4096
+_HEADS = "heads"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,6 +123,8 @@ def _check(arguments: Sequence[str]) -> None:
         )
     if _ROWS.present and not _PROMPTS.value:
         raise ConfigError("--rows is for --prompts")
+    if _DRAFT_TOKENS.present and not _DRAFT.value:
+        raise ConfigError("--draft_tokens is for --draft")
     if _PROMPTS.value and _ROWS.value < _SAMPLES.value:
         raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
     if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
@@ -157,7 +166,28 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
     if warning := loaded.beyond_training(length):
         show(warning)
     with user_errors(), chosen_sizes("give a smaller --max_tokens, --length, --samples or --rows"):
-        return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
+        settings = loaded.mesh, loaded.compute, rows, length
+        if _DRAFT.value is None:
+            return Generator(loaded.model, *settings, int8=_INT8.value)
+        draft = None if _DRAFT.value == _HEADS else _draft(loaded, _DRAFT.value, length).model
+        return SpeculativeGenerator(
+            loaded.model, draft, _DRAFT_TOKENS.value, *settings, int8=_INT8.value
+        )
+
+
+def _draft(loaded: Loaded, reference: str, length: int) -> Loaded:
+    """Loads the model that guesses for `loaded`, on the same devices."""
+    mesh = loaded.mesh if loaded.mesh.size > 1 else None
+    dtype = str(loaded.compute.dtype)
+    draft = load(reference, mesh=mesh, dtype=dtype, trusted=TRUST_MODULE.value, show=show)
+    if tokenizers_differ(loaded.tokenizer, draft.tokenizer):
+        raise ConfigError(
+            f"{draft.name} knows the ids of {draft.tokenizer}, and {loaded.name} of "
+            f"{loaded.tokenizer}: give a --draft with the model's tokenizer"
+        )
+    if warning := draft.beyond_training(length):
+        show(f"--draft: {warning}")
+    return draft
 
 
 def _answer_prompts(
@@ -218,6 +248,8 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: DecodingOptions) -> Non
             "tokenizer": loaded.tokenizer and loaded.tokenizer.sha256,
             "dtype": str(loaded.compute.dtype),
             "int8": _INT8.value,
+            "draft": _DRAFT.value,
+            "draft_tokens": _DRAFT_TOKENS.value if _DRAFT.value else None,
             "max_tokens": manner.max_tokens,
             **dataclasses.asdict(manner.sampling),
             "samples": manner.samples,

@@ -26,7 +26,7 @@ MAY_IMPORT = {
 MAY_IMPORT_FIDDLE = {"runner", "experiments"}
 NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
 LONGEST_FILE = 600
-MOST_FILES = {"lmlib": 8, "experiments": 49}  # experiments are a list to choose from
+MOST_FILES = {"lmlib": 8, "experiments": 51}  # experiments are a list to choose from
 MOST_FILES_ELSEWHERE = 16
 
 FOLDERS = sorted({part.partition(".")[0] for part in MAY_IMPORT})

@@ -19,6 +19,7 @@ from lmlib.compute import Compute
 from lmlib.hardware.free_memory import check_fits
 from lmlib.models.forward_context import ForwardContext, single_document_context
 from lmlib.models.model import Model
+from lmlib.models.parts.cache import KeysAndValues
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 
@@ -44,15 +45,35 @@ def recompute(
     return x_BSE, TokensSoFar(tokens_BN[None])
 
 
-def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:
-    """Returns an empty cache for rows of `length` tokens."""
+def empty(model: Model, rows: int, length: int, compute: Compute, spare: int = 0) -> Any:
+    """Returns an empty cache for rows of `length` tokens.
+
+    Layers with a window remember `spare` more tokens than they need, so that as many of the newest
+    can be taken back.
+    """
     cache = model.empty_cache(rows, length, compute.dtype)
     if cache is None:
-        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
-    return cache
+        return TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
+
+    def widened(part: Any) -> Any:
+        if spare == 0 or not isinstance(part, KeysAndValues):
+            return part
+        more = min(spare, length - part.keys.shape[-1])
+        slots = {"keys": [(0, 0)] * 4 + [(0, more)], "values": [(0, 0)] * 3 + [(0, more), (0, 0)]}
+        padded = [jnp.pad(getattr(part, name), widths) for name, widths in slots.items()]
+        return eqx.tree_at(lambda part: (part.keys, part.values), part, padded)
+
+    return jax.tree.map(widened, cache, is_leaf=is_by_position)
 
 
-def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, compute: Compute) -> None:
+def is_by_position(cache: Any) -> bool:
+    """True if a part of a cache stores tokens by position: later writes replace wrong tokens."""
+    return isinstance(cache, (KeysAndValues, TokensSoFar))
+
+
+def check_memory(
+    model: Model, mesh: Mesh | None, rows: int, length: int, compute: Compute, spare: int = 0
+) -> None:
     """Raises MemoryError if the cache and the logits do not fit in free memory.
 
     Does nothing with several processes: they might measure different numbers, and then wait for
@@ -63,7 +84,7 @@ def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, comput
 
     def made(model: Model) -> tuple[Any, jax.Array]:
         logits_BV = jnp.zeros((rows, model.vocab), jnp.float32)
-        return empty(model, rows, length, compute), reshard(logits_BV, "batch whole_vocab")
+        return empty(model, rows, length, compute, spare), reshard(logits_BV, "batch whole_vocab")
 
     cache, logits_BV = jax.eval_shape(made, model)
     # On CPUs, prompts are computed in groups, and the groups' caches are concatenated.

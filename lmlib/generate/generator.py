@@ -66,6 +66,8 @@ class Generator:
       MemoryError: if the cache and the logits do not fit in free memory, in a run of one process.
     """
 
+    spare = 0  # number of newest tokens that a cache can take back
+
     def __init__(
         self,
         model: Model,
@@ -90,7 +92,8 @@ class Generator:
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             check_length(model, length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
-            caches.check_memory(self._weights.model, mesh, self.rows, length, self._compute)
+            sizes = self.rows, length, self._compute, self.spare
+            caches.check_memory(self._weights.model, mesh, *sizes)
         switches = (length for key in model.reads for length in getattr(key, "switches", ()))
         self._switches = tuple(dict.fromkeys(switches))
         self._vocab = model.vocab
@@ -200,23 +203,23 @@ class Generator:
         size: int,
         state: State,
         limit: int,
+        left: list[int],
         made: Sequence[Generated],
         stop: list[int],
     ) -> tuple[State, NewTokens, int]:
         """Computes a round of up to `limit` tokens after `made`; first stops the rows `stop`.
 
-        The round ends before a text exceeds one of the lengths in `Rotary.switches`.
+        `left` counts the tokens that each row still lacks. The round ends before a text exceeds one
+        of the lengths in `Rotary.switches`.
         """
         samples = len(made) // len(prompts)
         texts = {
             row: [*prompts[row // samples], *each.tokens]
             for row, each in enumerate(made)
-            if self._switches and not each.stopped
+            if self._switches and left[row]
         }
         with self._on_mesh():
-            if stop:
-                ends_B = self._placed(np.isin(np.arange(self.rows), stop), "batch")
-                state = state._replace(stopped_B=state.stopped_B | ends_B)
+            state = self._stopped(state, stop)
             again = {row: text for row, text in texts.items() if len(text) - 1 in self._switches}
             if again:
                 cache, _ = self._with(state.cache, [again.get(row, ()) for row in range(self.rows)])
@@ -226,6 +229,12 @@ class Generator:
             n = self._placed(np.array(limit, np.int32), ())
             state, new = next_tokens(self._weights, state, n, chooser, self._compute, rules, size)
             return state, new, limit
+
+    def _stopped(self, state: State, rows: list[int]) -> State:
+        if not rows:
+            return state
+        ends_B = self._placed(np.isin(np.arange(self.rows), rows), "batch")
+        return state._replace(stopped_B=state.stopped_B | ends_B)
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, Any, jax.Array]:
         """Computes the prompts; returns their lengths, a cache and their last tokens' features.
@@ -265,7 +274,7 @@ class Generator:
             chunk_BC[:, : part_BC.shape[1]] = part_BC
             part = self._placed(chunk_BC, "batch seq"), self._placed(np.array(start, np.int32), ())
             cache, h_BE = prefill(
-                self._weights, cache, h_BE, *part, lengths, self.length, self._compute
+                self._weights, cache, h_BE, *part, lengths, self.length, self._compute, self.spare
             )
             start += size
         return cache, h_BE

@@ -44,14 +44,21 @@ class State(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a round, with `NOTHING` after a row's end."""
+    """The tokens of a round, with `NOTHING` after a row's end.
+
+    With a draft, `drafts_B2` has the numbers of tokens that it guessed, and of the right ones.
+    """
 
     tokens_BN: Int32[Array, "b n"]
     logprobs_BN: Float[Array, "b n"]
+    drafts_B2: Int32[Array, "b 2"] | None = None
 
 
 @functools.partial(
-    jax.jit, static_argnames=("length", "compute"), donate_argnames=("cache", "h_BE"), inline=False
+    jax.jit,
+    static_argnames=("length", "compute", "spare"),
+    donate_argnames=("cache", "h_BE"),
+    inline=False,
 )
 def prefill(
     weights: Weights,
@@ -62,6 +69,7 @@ def prefill(
     lengths_B: Int32[Array, "b"],
     length: int,
     compute: Compute,
+    spare: int = 0,
 ) -> tuple[Any, Float[Array, "b embed"]]:
     """Adds a chunk of each prompt to the cache, from position `start` on.
 
@@ -69,12 +77,12 @@ def prefill(
     chunk `cache` and `h_BE` are `None`: a cache made inside never writes its zeros.
     """
     if cache is None:
-        cache = caches.empty(weights.model, tokens_BC.shape[0], length, compute)
+        cache = caches.empty(weights.model, tokens_BC.shape[0], length, compute, spare)
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
     context = ForwardContext(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
-    x_BCE, cache = _advance(weights.model, tokens_BC, context, cache)
+    x_BCE, cache = advance(weights.model, tokens_BC, context, cache)
     x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
     new_BE = weights.model.features(x_B1E, context)[:, 0]
     before_BE = jnp.zeros_like(new_BE) if h_BE is None else h_BE
@@ -96,7 +104,7 @@ def first_token(
     """Chooses the first token after each prompt."""
     state = State(cache, jnp.zeros_like(lengths_B), lengths_B - 1, stopped_B, seen_BV)
     state, token_B, logprob_B = _chosen(weights, state, h_BE, chooser, compute, rules)
-    return state, _everywhere(NewTokens(token_B[:, None], logprob_B[:, None]))
+    return state, everywhere(NewTokens(token_B[:, None], logprob_B[:, None]))
 
 
 @functools.partial(
@@ -125,19 +133,19 @@ def next_tokens(
         tokens_B1, lengths_B = state.token_B[:, None], state.position_B + 1
         alone = jnp.zeros_like(tokens_B1)
         context = ForwardContext(positions_B1, alone, compute, lengths_B=lengths_B)
-        x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
+        x_B1E, cache = advance(weights.model, tokens_B1, context, state.cache)
         h_BE, state = weights.model.features(x_B1E, context)[:, 0], state._replace(cache=cache)
         state, *new = _chosen(weights, state, h_BE, chooser, compute, rules)
-        pairs = zip(new, made, strict=True)
+        pairs = zip(new, made[:2], strict=True)
         is_n_N = jnp.arange(size) == n
         added = NewTokens(*(jnp.where(is_n_N, x_B[:, None], so_far) for x_B, so_far in pairs))
         return n + 1, state, added
 
     _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
-    return state, _everywhere(made)
+    return state, everywhere(made)
 
 
-def _advance(
+def advance(
     model: Model, tokens_BS: Array, context: ForwardContext, cache: Any
 ) -> tuple[Array, Any]:
     """Returns the residual stream of the tokens, and the new cache."""
@@ -153,21 +161,11 @@ def _chosen(
     weights: Weights, state: State, h_BE: Array, chooser: Chooser, compute: Compute, rules: Rules
 ) -> tuple[State, Array, Array]:
     """Adds a token to each running row; returns state, tokens and log-probabilities."""
-    logits_BV = logits_of(weights.unembedding_EV(), weights.model.logit_cap, h_BE, compute)
-    logits_BV = reshard(logits_BV, "batch whole_vocab")
-    rows, table = partition("batch"), partition("batch whole_vocab")
-    position_B = state.position_B + 1
-    pick = shard_map(
-        functools.partial(_picked, rules=rules),
-        (table, rows, table, partition(("batch", None)), partition(()), partition((None,))),
-        (rows, rows, rows),
-        tracked=False,
-    )
-    token_B, logprob_B, ends_B = pick(
-        logits_BV, position_B, state.seen_BV, chooser.seeds_B2, chooser.numbers, chooser.stop_ids
-    )
+    position_B, seen_BV = state.position_B + 1, state.seen_BV
+    seen_B1V = None if seen_BV is None else seen_BV[:, None]
+    found = picked(weights, h_BE[:, None], position_B[:, None], seen_B1V, chooser, compute, rules)
+    token_B, logprob_B, ends_B = (x_B1[:, 0] for x_B1 in found)
     was_B = state.stopped_B
-    seen_BV = state.seen_BV
     if seen_BV is not None:
         seen_BV |= (jnp.arange(seen_BV.shape[1]) == token_B[:, None]) & ~was_B[:, None]
     new = State(
@@ -178,6 +176,38 @@ def _chosen(
         seen_BV,
     )
     return new, jnp.where(was_B, NOTHING, token_B), jnp.where(was_B, 0, logprob_B)
+
+
+def picked(
+    weights: Weights,
+    h_BSE: Float[Array, "b s embed"],
+    positions_BS: Int32[Array, "b s"],
+    seen_BSV: Bool[Array, "b s vocab"] | None,
+    chooser: Chooser,
+    compute: Compute,
+    rules: Rules,
+) -> tuple[Int32[Array, "b s"], Float[Array, "b s"], Bool[Array, "b s"]]:
+    """Returns tokens for positions, from features of the tokens before them.
+
+    Also returns their log-probabilities, and True if a token ends a row. A choice depends on the
+    features, the position and the row's seed only.
+    """
+    logits_BSV = logits_of(weights.unembedding_EV(), weights.model.logit_cap, h_BSE, compute)
+    table = partition(("batch", None, "whole_vocab"))
+    logits_BSV = reshard(logits_BSV, ("batch", None, "whole_vocab"))
+    rows = partition(("batch", None))
+    of_row = jax.vmap(
+        functools.partial(_picked, rules=rules), in_axes=(1, 1, 1, *[None] * 3), out_axes=1
+    )
+    pick = shard_map(
+        of_row,
+        (table, rows, table, rows, partition(()), partition((None,))),
+        (rows, rows, rows),
+        tracked=False,
+    )
+    return pick(
+        logits_BSV, positions_BS, seen_BSV, chooser.seeds_B2, chooser.numbers, chooser.stop_ids
+    )
 
 
 def _picked(
@@ -200,6 +230,7 @@ def _picked(
     return token_B, logprob_B, jnp.any(token_B[:, None] == stop_ids, axis=1)
 
 
-def _everywhere(made: NewTokens) -> NewTokens:
+def everywhere(made: NewTokens) -> NewTokens:
     """Replicates the tokens on all devices, so that every process can read them."""
-    return NewTokens(*(reshard(x, (None, None)) for x in made))
+    found: NewTokens = jax.tree.map(lambda x: reshard(x, (None, None)), made)
+    return found

@@ -19,6 +19,7 @@ class Answer:
         or begin a stop string, is added later.
       tokens, logprobs: all tokens of the answer, including the ones that ended it.
       ended: END, STOP or LENGTH; `None` before the end.
+      drafted, accepted: as in `Generated`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.ended: str | None = None
+        self.drafted = self.accepted = 0
         self._max_tokens, self._end_ids = max_tokens, end_ids
         self._stops = StopStrings(stop)
         # Special tokens need names only to match stop strings; otherwise their text is empty.
@@ -43,6 +45,8 @@ class Answer:
 
     def push(self, new: New) -> None:
         """Adds the tokens of a round, up to the end of the answer."""
+        self.drafted += new.drafted
+        self.accepted += new.accepted
         for token, logprob in zip(new.tokens, new.logprobs, strict=True):
             if self.ended is not None:
                 break
@@ -68,6 +72,11 @@ class Answer:
         self.text += self._stops.push(self._stream.finish())
         self.ended = why if self._stops.found is None else STOP
         self.text += self._stops.finish()
+
+
+def acceptance_text(drafted: int, accepted: int) -> str:
+    """Returns the share of right guesses, after a comma; empty without a draft."""
+    return f", {accepted / drafted:.0%} of {drafted:,} guesses right" if drafted else ""
 
 
 @dataclass(frozen=True)

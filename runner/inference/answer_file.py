@@ -17,7 +17,7 @@ from lmlib.storage.atomic_file import sync, write_atomically
 from lmlib.storage.stored_json import parse_json, read_json
 from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
-from runner.inference.answer import Answer, DecodingOptions
+from runner.inference.answer import Answer, DecodingOptions, acceptance_text
 from runner.inference.prompts import AS_NUMBERS, Line
 from runner.monitoring.progress_line import now_and_then
 
@@ -77,12 +77,13 @@ class AnswerFile:
             if done:
                 _show(f"{done:,} of {len(lines):,} lines already have answers")
             tell, began = now_and_then(_show, _SECONDS_BETWEEN_LINES), time.monotonic()
-            finished = 0  # tokens of finished batches
+            finished = drafted = accepted = 0  # tokens of finished batches
 
             def progress(answered: int, answers: Sequence[Answer]) -> str:
                 seconds = time.monotonic() - began
                 rate = (finished + sum(len(each.tokens) for each in answers)) / seconds
                 line = f"{answered:,} of {len(lines):,} lines, {rate:,.0f} tokens/s"
+                line += acceptance_text(drafted, accepted)
                 if done < answered < len(lines):
                     left = seconds / (answered - done) * (len(lines) - answered)
                     line += f", {duration_text(left)} left"
@@ -100,6 +101,8 @@ class AnswerFile:
                 file.flush()
                 os.fsync(file.fileno())
                 finished += sum(len(each.tokens) for each in answers)
+                drafted += sum(each.drafted for each in answers)
+                accepted += sum(each.accepted for each in answers)
             if done < len(lines):
                 _show(progress(len(lines), ()))
 

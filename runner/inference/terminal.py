@@ -10,7 +10,7 @@ from typing import TextIO
 from lmlib.generate import Generator
 from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
-from runner.inference.answer import Answer, DecodingOptions
+from runner.inference.answer import Answer, DecodingOptions, acceptance_text
 from runner.inference.prompts import Reader
 
 _PREPARED = 512  # tokens of a prompt that is compiled in advance
@@ -82,6 +82,8 @@ class Terminal:
         if answers:
             seconds, more = time.perf_counter() - first, tokens() - at_first
             rate = f", {more / seconds:,.1f} tokens/s" if more else ""
+            drafts = ([getattr(each, name) for each in answers] for name in ("drafted", "accepted"))
+            rate += acceptance_text(*map(sum, drafts))
             self.tell(
                 f"[{tokens():,} tokens{rate}; the first after {duration_text(first - began)}]"
             )

@@ -33,13 +33,13 @@ BOTH_WAYS = ("mistral", "llama_tied_one_head", "gemma3", "phi3_long_rope")
 APART = (
     *(*BOTH_WAYS, "llama", "qwen2_yarn", "qwen3", "phi3", "phi4_mini", "gpt2", "gemma2"),
     *("qwen3_moe", "deepseek_v3", "deepseek_v3_direct_queries", "gpt_oss", "qwen3_next"),
-    *("bamba", "granite_hybrid_dense", "lfm2", "olmo_hybrid", "kimi_linear"),
+    *("bamba", "granite_hybrid_dense", "lfm2", "kimi_linear", "olmo_hybrid"),
 )
 ON_A_MESH = (
     *(*BOTH_WAYS, "llama_3_1", "llama_linear", "qwen2", "qwen2_sliding", "olmo2", "starcoder2"),
     *("mixtral", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next_some_dense"),
-    *("bamba", "granite_hybrid", "lfm2_biases", "olmo_hybrid_tied_rope"),
-    "kimi_linear_query_latent",
+    *("bamba", "granite_hybrid", "lfm2_biases", "kimi_linear_query_latent"),
+    "olmo_hybrid_tied_rope",
 )
 
 

@@ -15,16 +15,19 @@ base_of = golden_model
 merge = jax.jit(merged)
 
 
-def assert_same_logits(model, ids, expected, kept=slice(None)):
+def assert_same_logits(model, ids, expected, kept=slice(None), bound=1e-5):
     with jax.default_matmul_precision("highest"):
         found = np.asarray(logits(model, np.asarray(ids, np.int32), FLOAT32))[0, kept]
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
 
 @functools.cache
 def adapted(name, **settings):
     """Returns the model with random adapters, by default on all that PEFT can adapt."""
-    key, usual = jax.random.key(1), "*attention*" if name.startswith("deepseek") else "stack.*"
+    key, usual = (
+        jax.random.key(1),
+        "*attention*" if name.startswith(("deepseek", "qwen3_next")) else "stack.*",
+    )
     settings = {"paths": (usual,)} | settings
     base = base_of(name)
     weights, random = dict[str, jax.Array](), np.random.default_rng(1)

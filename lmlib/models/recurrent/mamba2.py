@@ -44,7 +44,7 @@ class Mamba2(Part):
     Args:
       key_dim, value_dim: sizes of B and C of a group, and of x and z of a head.
       width: number of tokens of the convolutions.
-      time_limits: least and largest Δ.
+      time_limits: least and largest Δ; `None`: any.
       filter_bias, bias: True if the convolutions, or the projections, have biases.
       epsilon: of the norm.
       residual_scale: factor of the output's initial values (`lmlib.models.weights`).
@@ -58,7 +58,7 @@ class Mamba2(Part):
 
     kv_heads: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
-    time_limits: tuple[float, float] = eqx.field(static=True)
+    time_limits: tuple[float, float] | None = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
     gate: Float[Array, "embed heads value_dim"] = _PROJECTION()
@@ -94,7 +94,7 @@ class Mamba2(Part):
         key_dim: int,
         value_dim: int,
         width: int = 4,
-        time_limits: tuple[float, float] = (0.0, float("inf")),
+        time_limits: tuple[float, float] | None = None,
         filter_bias: bool = True,
         bias: bool = False,
         epsilon: float = 1e-5,
@@ -104,7 +104,7 @@ class Mamba2(Part):
     ):
         if kv_heads > 0 and heads % kv_heads:
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
-        if not 0 <= time_limits[0] < time_limits[1]:
+        if time_limits is not None and not 0 <= time_limits[0] < time_limits[1]:
             raise ValueError(
                 f"time_limits must be two rising numbers, at least 0, got {time_limits}"
             )
@@ -141,7 +141,8 @@ class Mamba2(Part):
             B_BSGK, of_B = self._convolved("key", B_BSGK, context, windows[1])
             C_BSGK, of_C = self._convolved("query", C_BSGK, context, windows[2])
             dt_BSH = jax.nn.softplus(_wide(dt_BSH) + self.time_bias)
-            dt_BSH = jnp.clip(dt_BSH, *self.time_limits)
+            if self.time_limits is not None:
+                dt_BSH = jnp.clip(dt_BSH, *self.time_limits)
             log_decay_BSH = -jnp.exp(self.log_rate) * dt_BSH
             v_BSHV = (_wide(x_BSHV) * dt_BSH[..., None]).astype(x_BSHV.dtype)
             y_BSHV, state = linear_recurrence(

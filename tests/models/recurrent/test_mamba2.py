@@ -56,7 +56,7 @@ def expected(part, x_SE):
 
     x, B, C = (convolved(name) for name in ("input", "key", "query"))
     dt = np.log1p(np.exp(projected("time", "time_projection_bias") + w["time_bias"]))
-    dt = np.clip(dt, *part.time_limits)
+    dt = dt if part.time_limits is None else np.clip(dt, *part.time_limits)
     S, H, V = x.shape
     y, per = np.zeros((S, H, V)), H // part.kv_heads
     for h in range(H):

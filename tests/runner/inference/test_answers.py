@@ -294,3 +294,22 @@ def test_piped_text_is_continued(workdir):
         return ended.stdout
 
     assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")
+
+
+@pytest.mark.slow
+def test_a_draft_changes_no_answer_and_its_right_guesses_are_counted(workdir, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hé"}\n{"prompt": "b"}\n')
+
+    def answers(name: str, *flags: str) -> tuple[str, str, list[dict]]:
+        command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=9", *flags)
+        shown = succeeded(*command, "--prompt=hé", "--samples=2")
+        file = tmp_path / name
+        files = f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={file}"
+        told = succeeded(*command, *files).stderr
+        lines = [*map(json.loads, file.read_text().splitlines())]
+        return shown.stdout, shown.stderr + told, [line["tokens"] for line in lines]
+
+    text, _, tokens = answers("without")
+    drafted_text, told, drafted_tokens = answers("with", f"--draft={workdir}", "--draft_tokens=2")
+    assert (drafted_text, drafted_tokens) == (text, tokens)
+    assert told.count(", 100% of ") == 2 and told.count(" guesses right") == 2

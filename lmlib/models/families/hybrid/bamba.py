@@ -29,7 +29,7 @@ def bamba(
     width: int = 4,
     filter_bias: bool = True,
     projection_bias: bool = False,
-    time_limits: tuple[float, float] = mamba.ANY_TIME,
+    time_limits: tuple[float, float] | None = None,
     **others: Any,
 ) -> Decoder:
     """Bamba: Llama with a Mamba-2 layer in place of attention, except in a few layers.

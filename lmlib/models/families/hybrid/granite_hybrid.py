@@ -40,7 +40,7 @@ def granite_hybrid(
     width: int = 4,
     filter_bias: bool = True,
     projection_bias: bool = False,
-    time_limits: tuple[float, float] = mamba.ANY_TIME,
+    time_limits: tuple[float, float] | None = None,
     embedding_scale: float = 12.0,
     residual_multiplier: float = 0.22,
     attention_scale: float | None = None,
@@ -167,7 +167,8 @@ _KEYS = (
         "num_local_experts", "experts", _of_experts(lambda mlp: mlp.router.experts, 0), 8,
         zero=True,
     ),
-    Key("num_experts_per_tok", "top", _of_experts(lambda mlp: mlp.router.top, 2), 2),
+    # Published files without experts say 0.
+    Key("num_experts_per_tok", "top", _of_experts(lambda mlp: mlp.router.top, 2), 2, zero=True),
     *mamba.KEYS,
 )  # fmt: skip
 FAMILIES = (
@@ -175,6 +176,7 @@ FAMILIES = (
         "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite_hybrid,
         Names(shared.OUTSIDE, _LAYER, in_class=_IN_CLASS), _KEYS, rope=None,
         fixed={**shared.SILU, "attention_bias": False},
-        ignored=(*mamba.IGNORED, *mixtures.IGNORED), reads=_read, writes=_written,
+        only={"normalization_function": ("rmsnorm",)},  # of published files, read by nobody
+        ignored=(*mamba.IGNORED, *mixtures.IGNORED, "init_method"), reads=_read, writes=_written,
     ),
 )  # fmt: skip

@@ -10,8 +10,6 @@ from lmlib.models.families.hugging_face.family import Key, Tensor
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.recurrent.mamba2 import Mamba2
 
-ANY_TIME = (0.0, math.inf)
-
 
 def mixers(
     layers: int, attention_layers: Sequence[int], attention: Callable[..., Any], **settings: Any
@@ -109,17 +107,18 @@ def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
     if inner % heads:
         raise settings.refused("mamba_n_heads", f"only divisors of {inner}")
     settings.only("mamba_d_head", "auto", inner // heads)
-    limits = settings.take("time_step_limit", [*ANY_TIME], list)
+    limits = settings.take("time_step_limit", [0.0, _ENDLESS], list)
     numbers = tuple(math.inf if each == _ENDLESS else each for each in limits)
     if len(numbers) != 2 or not all(type(each) in (int, float) for each in numbers):
         raise settings.refused("time_step_limit", "only two numbers")
-    return {"mamba_head_dim": inner // heads, "time_limits": numbers}
+    limits = None if numbers == (0, math.inf) else numbers
+    return {"mamba_head_dim": inner // heads, "time_limits": limits}
 
 
 def written(model: Decoder) -> dict[str, Any]:
     """Returns the keys that `read` reads, without those that have their defaults."""
     size = _of(lambda mamba: mamba.input.shape[-2:], None)(model)
-    limits = _of(lambda mamba: mamba.time_limits, ANY_TIME)(model)
+    limits = _of(lambda mamba: mamba.time_limits, None)(model)
     found = dict[str, Any]()
     if size is not None:
         embed = model.embedding.shape[-1]
@@ -129,6 +128,6 @@ def written(model: Decoder) -> dict[str, Any]:
                 f"multiple of embed = {embed}"
             )
         found = {"mamba_d_head": size[1], "mamba_expand": math.prod(size) // embed}
-    if limits != ANY_TIME:
+    if limits is not None:
         found["time_step_limit"] = [_ENDLESS if each == math.inf else each for each in limits]
     return found

@@ -243,6 +243,7 @@ FAMILIES = (
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
         Names(
             shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS,
+            not_adapted=mixtures.GATE_UP_DOWN,  # PEFT takes those of any MLP for experts
             heads=multi_token_prediction.tensors(
                 "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
             ),
