@@ -20,6 +20,7 @@ from lmlib.models.recurrent.gated_deltanet import unit, wide
 from lmlib.models.recurrent.linear_recurrence import linear_recurrence
 from lmlib.models.weights import fan_in, fill, fold_in_name, normal, product_flops, weight
 from lmlib.parallel.layout import replicate_for_tp, spec
+from lmlib.parallel.matrix import Matrix
 
 _SIZES = {"key_dim": None, "value_dim": None, "width": None}  # whole, like head_dim
 
@@ -151,6 +152,8 @@ class KimiDelta(Part):
         return product_flops(self) + 6.0 * filters + of_state
 
 
-def _latent(x_BSE: Array, down: Array, precision: str | None) -> Float[Array, "b s latent"]:
+def _latent(
+    x_BSE: Array, down: Array | Matrix, precision: str | None
+) -> Float[Array, "b s latent"]:
     latent_BSL = checkpoint_name(matmul("bse,el->bsl", x_BSE, down, precision), "latent")
     return replicate_for_tp(latent_BSL, ("batch", "seq", None))

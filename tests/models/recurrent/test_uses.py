@@ -29,6 +29,7 @@ from lmlib.models.forward_context import single_document_context
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.parts.attention import Attention
 from lmlib.models.recurrent.gated_deltanet import GatedDeltaNet
+from lmlib.models.recurrent.kimi_delta import KimiDelta
 from lmlib.models.recurrent.mamba2 import Mamba2
 from lmlib.models.recurrent.short_convolution import ShortConvolution
 from lmlib.optim.adamw import adamw
@@ -39,7 +40,7 @@ from lmlib.optim.whole_matrices import APART, is_matrix
 from lmlib.parallel.axes import map_weights
 from lmlib.plan.planner import cache_bytes
 
-V, E, H, G, K, U = 64, 16, 4, 2, 3, 5  # U value_dim
+V, E, H, G, K, U, L = 64, 16, 4, 2, 3, 5, 7  # U value_dim, L latent
 FLOAT32 = Compute(dtype="float32")
 QUERY, VALUE = E * G * K, E * H * U  # sizes of projections
 # By the layer's name: how to make it; the names of its projections, which Muon, adapters and 8 bits
@@ -53,6 +54,16 @@ LAYERS = {
         ("query", "key", "value", "gate", "output"), ("rate", "time"),
         6 * (2 * QUERY + 3 * VALUE + 2 * E * H + 4 * (2 * G * K + H * U) + 3 * H * K * U),
         (3 * (2 * G * K + H * U), H * K * U),
+    ),
+    "KimiDelta": (
+        lambda embed, heads, kv_heads, key_dim=K, **others: KimiDelta(
+            embed, heads, key_dim, U, L, **others
+        ),
+        ("query", "key", "value", "time_down", "time_up", "gate_down", "gate_up", "output"),
+        ("rate",),
+        6 * (2 * E * H * K + 2 * VALUE + (2 * E + H * K + H * U) * L + E * H)
+        + 6 * (4 * (2 * H * K + H * U) + 3 * H * K * U),
+        (3 * (2 * H * K + H * U), H * K * U),
     ),
     "Mamba2": (
         lambda embed, heads, kv_heads, key_dim=K, **others: Mamba2(
