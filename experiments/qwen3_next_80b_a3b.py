@@ -14,7 +14,7 @@ from lmlib.experiment import Experiment
 from lmlib.models.families.hybrid.qwen3_next import qwen3_next
 
 tiny = tiny_with(
-    kv_heads=2, head_dim=16, expert_mlp=32, experts=8, top=2, shared_mlp=32, attention_layers=2,
+    kv_heads=2, head_dim=16, expert_mlp=32, experts=8, top=2, shared_mlp=32, attention_layers=(1,),
     linear_heads=4, linear_kv_heads=2, linear_key_dim=16, linear_value_dim=12,
 )  # fmt: skip
 

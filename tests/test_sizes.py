@@ -27,8 +27,8 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 6_993),
-    "fit": ("import runner.training.fit\n", 162, 19_060),
+    "core": (CORE, 58, 7_002),
+    "fit": ("import runner.training.fit\n", 162, 19_090),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -55,8 +55,9 @@ EXTRAS = (
     "lmlib.trackers",
     "lmlib.verdicts",
 )
-# Pages, terminal and Python surfaces have 1,170 of these lines, and 850 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 61_290, 43_610
+# Pages, terminal and Python surfaces have 1,170 of these lines, and 850 of the tests' lines. Hybrid
+# models, multi-token prediction and speculative decoding have 4,520, and 4,000 of the tests' lines.
+MOST_LINES, MOST_LINES_OF_TESTS = 65_820, 47_700
 
 
 def in_a_new_process(code):

@@ -4,7 +4,7 @@ Experiments choose their model, their data and the length of training.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import fiddle as fdl
 
@@ -85,7 +85,7 @@ def few_steps(cfg: fdl.Config[Experiment]) -> None:
     cfg.evaluation.every = cfg.checkpoints.every = 10
 
 
-def tiny_with(**sizes: int) -> Fiddler:
+def tiny_with(**sizes: int | Sequence[int]) -> Fiddler:
     """Returns a fiddler `tiny` that also sets `sizes`, which some families do not have."""
 
     def tiny(cfg: fdl.Config[Experiment]) -> None:

@@ -16,7 +16,6 @@ from lmlib.experiment.sources import (
     training_sources,
     validation_sources,
 )
-from lmlib.losses.multi_token import MultiToken
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.matrices.lora import has_adapters
 from lmlib.models.model import check_is_model, check_length
@@ -164,7 +163,7 @@ def _check_objective(experiment: Any, model: Any) -> None:
     trained = experiment.recipe.trained
     objective.check(model, reference_model, trained)
     trains_heads = trained is None or any(path.startswith("predictors.") for path in trained)
-    if hasattr(model, "predictors") and trains_heads and not isinstance(objective, MultiToken):
+    if hasattr(model, "predictors") and trains_heads and not objective.trains_predictors:
         raise ValueError(
             "predictors would get no gradient from the loss: heads of multi-token prediction train "
             "with the objective lmlib.losses.multi_token.MultiToken; or leave them out of trainable"

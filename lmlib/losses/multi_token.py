@@ -43,6 +43,7 @@ class MultiToken(NextToken):
     """
 
     rows_may_be_split = True
+    trains_predictors = True
 
     weights: tuple[float, ...] = (0.3,)
 

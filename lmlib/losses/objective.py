@@ -52,6 +52,7 @@ class Objective(abc.ABC):
     # The metric that is -log p(target), nats per valid target, for bits per byte; optional.
     cross_entropy: ClassVar[str | None] = None
     compares_pairs: ClassVar[bool] = False  # True if documents are pairs of answers, each in a row
+    trains_predictors: ClassVar[bool] = False  # True if the loss includes multi-token predictors
 
     model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 

@@ -21,10 +21,9 @@ from lmlib.parallel.axes import map_weights
 peft = pytest.importorskip("golden_by_peft", reason="needs lmlib[parity]")
 
 # Every other family with rsLoRA; Llama both ways.
-# Kimi Linear is not tested here yet.
 ALTERNATING = [
     ("llama", True),
-    *((name, bool(i % 2)) for i, name in enumerate(KINDS) if not name.startswith("kimi")),
+    *((name, bool(i % 2)) for i, name in enumerate(KINDS)),
 ]
 
 
@@ -72,7 +71,8 @@ def test_peft_computes_the_same_from_two_ranks(name, tmp_path):
 
 def dense_settings(name, stabilized):
     targets = ["q_proj", "v_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "dense"]
-    targets += ["q_b_proj", "kv_b_proj", "in_proj", "out_proj", "w2", "in_proj_qkvz", "in_proj_ba"]
+    targets += ["q_b_proj", "kv_b_proj", "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba"]
+    targets += ["w2"] if name.startswith("lfm2") else []  # in other classes of an expert
     targets += [] if name in WITH_EXPERTS else ["down_proj"]  # there PEFT adapts a parameter
     return {
         "use_rslora": stabilized,

@@ -161,7 +161,8 @@ DEEPSEEK = functools.partial(
 )  # fmt: skip
 QWEN3_NEXT = functools.partial(
     qwen3_next, kv_heads=2, head_dim=16, expert_mlp=32, experts=8, top=2, shared_mlp=32,
-    attention_layers=2, linear_heads=4, linear_kv_heads=2, linear_key_dim=16, linear_value_dim=16,
+    attention_layers=(1,), linear_heads=4, linear_kv_heads=2, linear_key_dim=16,
+    linear_value_dim=16,
 )  # fmt: skip
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),

@@ -118,7 +118,7 @@ def test_heads_that_keys_do_not_divide_are_refused():
 
 MODEL = functools.partial(
     qwen3_next, vocab=64, embed=32, layers=4, heads=4, mlp=24, kv_heads=2, head_dim=8,
-    expert_mlp=8, experts=8, top=2, shared_mlp=16, attention_layers=2, rotary_fraction=0.5,
+    expert_mlp=8, experts=8, top=2, shared_mlp=16, attention_layers=(1, 3), rotary_fraction=0.5,
     linear_heads=8, linear_kv_heads=2, linear_key_dim=5, linear_value_dim=6, key=jax.random.key(0),
 )  # fmt: skip
 source = Synthetic(vocab_size=64, batch_size=8, sequence_length=32)

@@ -1,5 +1,6 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024, "Bamba: Inference-Efficient Hybrid Mamba2 Model")."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from lmlib.models.families.hugging_face.family import Family, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.hybrid import mamba
+from lmlib.models.families.hybrid.alternating import mixers
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
+from lmlib.models.recurrent.mamba2 import Mamba2
 
 
 @variant(without="window zero_outputs")
@@ -40,14 +43,14 @@ def bamba(
       time_limits: `heads`, `value_dim`, `kv_heads`, `key_dim`, `width`, `filter_bias`, `bias` and
         `time_limits` of `lmlib.models.recurrent.mamba2.Mamba2`.
     """
-    mixers = mamba.mixers(
-        layers, attention_layers, Attention, heads=mamba_heads, value_dim=mamba_head_dim,
-        kv_heads=mamba_groups, key_dim=mamba_state, width=width, filter_bias=filter_bias,
-        bias=projection_bias, time_limits=time_limits, epsilon=norm_epsilon,
+    recurrent = functools.partial(
+        Mamba2, heads=mamba_heads, value_dim=mamba_head_dim, kv_heads=mamba_groups,
+        key_dim=mamba_state, width=width, filter_bias=filter_bias, bias=projection_bias,
+        time_limits=time_limits, epsilon=norm_epsilon,
     )  # fmt: skip
     return transformer(
         embed=embed, layers=layers, norm_epsilon=norm_epsilon, rotary_fraction=rotary_fraction,
-        attention=mixers, **others,
+        attention=mixers(layers, attention_layers, Attention, recurrent), **others,
     )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.hybrid import mamba
+from lmlib.models.families.hybrid.alternating import mixers
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.recurrent.mamba2 import Mamba2
 
 
 @variant(without="window rotary_fraction zero_outputs")
@@ -58,11 +60,11 @@ def granite_hybrid(
     """
     scales = embedding_scale, residual_multiplier, attention_scale, logits_scale
     scaled, scale = granite.scaling(embed, heads, head_dim, tied, *scales)
-    mixers = mamba.mixers(
-        layers, attention_layers, functools.partial(Attention, scale=scale), heads=mamba_heads,
-        value_dim=mamba_head_dim, kv_heads=mamba_groups, key_dim=mamba_state, width=width,
-        filter_bias=filter_bias, bias=projection_bias, time_limits=time_limits,
-        epsilon=norm_epsilon,
+    attention = functools.partial(Attention, scale=scale)
+    recurrent = functools.partial(
+        Mamba2, heads=mamba_heads, value_dim=mamba_head_dim, kv_heads=mamba_groups,
+        key_dim=mamba_state, width=width, filter_bias=filter_bias, bias=projection_bias,
+        time_limits=time_limits, epsilon=norm_epsilon,
     )  # fmt: skip
 
     def mixture(embed: int, mlp: int, **others: Any) -> Mixture:
@@ -74,8 +76,8 @@ def granite_hybrid(
 
     return transformer(
         embed=embed, layers=layers, heads=heads, head_dim=head_dim, norm_epsilon=norm_epsilon,
-        tied=tied, attention=mixers, feed_forward=mixture if experts else GatedMLP,
-        rotary_layers=rotary, **scaled, **others,
+        tied=tied, attention=mixers(layers, attention_layers, attention, recurrent),
+        feed_forward=mixture if experts else GatedMLP, rotary_layers=rotary, **scaled, **others,
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from lmlib.models.families.hugging_face import mixtures, parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.parts import FULL, of_first
 from lmlib.models.families.hugging_face.settings import FolderError, Settings
+from lmlib.models.families.hybrid.alternating import every_nth, mixers
 from lmlib.models.families.transformer import check_sizes, transformer
-from lmlib.models.families.windows import each_nth
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.recurrent.kimi_delta import KimiDelta
@@ -42,7 +42,7 @@ def kimi_linear(
     normalized: bool = True,
     share_scale: float = 2.446,
     correction_rate: float = 1e-3,
-    attention_layers: int | Sequence[bool] = 4,
+    attention_layers: Sequence[int] | None = None,
     linear_heads: int = 32,
     linear_head_dim: int = 128,
     width: int = 4,
@@ -62,8 +62,8 @@ def kimi_linear(
     Args:
       mlp, expert_mlp, experts, top, shared_experts, dense_layers, groups, top_groups, normalized,
         share_scale, correction_rate: as in `lmlib.models.families.experts.deepseek.deepseek_v3`.
-      attention_layers: 4 for attention in every fourth layer and the last; or a list with True
-        for each layer with attention.
+      attention_layers: indices of the layers with attention, from 0; `None`: every fourth, and
+        the last.
       linear_heads, linear_head_dim, width: sizes of `KimiDelta`; a head's keys, values and latents
         have one size.
       head_dim, shared_dim, value_dim, latent, query_latent: sizes of attention, as in
@@ -77,8 +77,8 @@ def kimi_linear(
     )  # fmt: skip
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"dense_layers must be 0 to layers = {layers}, got {dense_layers}")
-    if isinstance(attention_layers, int):
-        attention_layers = [*each_nth(attention_layers, layers)[:-1], True]
+    if attention_layers is None:
+        attention_layers = tuple({**dict.fromkeys(every_nth(4, layers)), layers - 1: None})
 
     def attention(
         embed: int, heads: int, kv_heads: int, head_dim: int, *, window: None, **others: Any
@@ -86,10 +86,7 @@ def kimi_linear(
         sizes = head_dim, shared_dim, value_dim, latent, query_latent
         return LatentAttention(embed, heads, *sizes, **others)
 
-    def recurrent(
-        embed: int, heads: int, kv_heads: int, head_dim: int, *, rotary: None, window: None,
-        **others: Any,
-    ) -> KimiDelta:  # fmt: skip
+    def recurrent(embed: int, **others: Any) -> KimiDelta:
         sizes = linear_heads, linear_head_dim, linear_head_dim, linear_head_dim, width
         return KimiDelta(embed, *sizes, epsilon=norm_epsilon, **others)
 
@@ -105,7 +102,7 @@ def kimi_linear(
 
     return transformer(
         vocab, embed, layers, heads, mlp, None, head_dim, norm_epsilon=norm_epsilon,
-        attention=[attention if each else recurrent for each in attention_layers],
+        attention=mixers(layers, attention_layers, attention, recurrent),
         feed_forward=[GatedMLP] * dense_layers + [experts_of_size] * (layers - dense_layers),
         rotary_layers=False, key=key,
     )  # fmt: skip
@@ -199,7 +196,8 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
             raise FolderError(f"{where} and layer_types contradict each other")
     else:  # as in transformers
         stated = [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(layers)]
-    found["attention_layers"] = tuple(kind == FULL for kind in kinds or stated)
+    attends = (i for i, kind in enumerate(kinds or stated) if kind == FULL)
+    found["attention_layers"] = tuple(attends)
     dense = min(settings.take("first_k_dense_replace", 1, zero=True), layers)
     if mlps is not None:
         dense = mlps.count(DENSE)

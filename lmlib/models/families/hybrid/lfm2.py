@@ -10,6 +10,7 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.parts import FULL
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.hybrid.alternating import mixers
 from lmlib.models.families.transformer import check_sizes, transformer
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
@@ -36,26 +37,20 @@ def lfm2(
     Other differences from Llama: norms of each head's queries and keys; a tied table.
 
     Args:
-      attention_layers: the layers of these numbers, from 0, have attention.
+      attention_layers: indices of the layers with attention, from 0.
       width, convolution_bias: number of tokens of the convolutions; True if these layers have
         biases.
     """
     check_sizes(layers=layers, width=width)
-    if wrong := [each for each in attention_layers if not 0 <= each < layers]:
-        raise ValueError(f"attention_layers has {wrong[0]}, and there are {layers} layers from 0")
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
     attention = functools.partial(Attention, norm=norm)
 
-    def convolution(
-        embed: int, heads: int, kv_heads: int, head_dim: int, *, rotary: Any, window: None,
-        **others: Any,
-    ) -> ShortConvolution:  # fmt: skip
+    def convolution(embed: int, **others: Any) -> ShortConvolution:
         return ShortConvolution(embed, embed, width, convolution_bias, **others)
 
     return transformer(
         layers=layers, rope_theta=rope_theta, norm_epsilon=norm_epsilon, tied=tied,
-        attention=[attention if i in attention_layers else convolution for i in range(layers)],
-        **others,
+        attention=mixers(layers, attention_layers, attention, convolution), **others,
     )  # fmt: skip
 
 

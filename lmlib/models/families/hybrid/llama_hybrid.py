@@ -4,12 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.hybrid.alternating import every_nth, mixers
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
-from lmlib.models.families.windows import each_nth
 from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
@@ -19,7 +17,11 @@ from lmlib.models.recurrent.gated_deltanet import GatedDeltaNet
 @variant(without="window")
 def llama_hybrid(
     *,
+    embed: int,
     layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     attention_every: int = 4,
     recurrent: Callable[..., Part] | None = None,
     attention: Callable[..., Part] = Attention,
@@ -34,26 +36,16 @@ def llama_hybrid(
         a `GatedDeltaNet` with the heads of attention, and as many weights in its products.
       attention, feed_forward, zero_outputs: as in `llama`.
     """
-    mixer = _like_attention if recurrent is None else in_attentions_place(recurrent)
-    attends = each_nth(attention_every, layers)
+    attends = every_nth(attention_every, layers)
+    if recurrent is None:
+        heads_of_keys = heads if kv_heads is None else kv_heads
+        size = embed // heads if head_dim is None else head_dim
+        recurrent = functools.partial(
+            GatedDeltaNet, heads=heads, kv_heads=heads_of_keys, key_dim=size // 2, value_dim=size
+        )
     return transformer(
-        layers=layers, rotary_layers=attends, feed_forward=feed_forward,
-        attention=[attention if each else mixer for each in attends],
+        embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        rotary_layers=[layer in attends for layer in range(layers)], feed_forward=feed_forward,
+        attention=mixers(layers, attends, attention, recurrent),
         writes=0.0 if zero_outputs else None, **others,
     )  # fmt: skip
-
-
-def in_attentions_place(mixer: Callable[..., Part]) -> Callable[..., Part]:
-    """Takes the arguments of `Attention` and gives `mixer` those that it needs."""
-
-    def make(embed: int, *_: Any, residual_scale: float, key: PRNGKeyArray, **__: Any) -> Part:
-        return mixer(embed, residual_scale=residual_scale, key=key)
-
-    return make
-
-
-def _like_attention(embed: int, heads: int, kv_heads: int, head_dim: int, **others: Any) -> Part:
-    sizes = functools.partial(
-        GatedDeltaNet, heads=heads, kv_heads=kv_heads, key_dim=head_dim // 2, value_dim=head_dim
-    )
-    return in_attentions_place(sizes)(embed, **others)

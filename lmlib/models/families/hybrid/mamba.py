@@ -1,7 +1,7 @@
 """Mamba-2 layers between layers of attention, as several families have them in folders."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lmlib.models.decoder import Decoder
@@ -9,25 +9,6 @@ from lmlib.models.families.hugging_face import parts
 from lmlib.models.families.hugging_face.family import Key, Tensor
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.recurrent.mamba2 import Mamba2
-
-
-def mixers(
-    layers: int, attention_layers: Sequence[int], attention: Callable[..., Any], **settings: Any
-) -> list[Callable[..., Any]]:
-    """Returns the function that makes each layer's mixer.
-
-    It is `attention` for the indices `attention_layers`, otherwise a `Mamba2` with `settings`.
-    """
-    if not all(0 <= each < layers for each in attention_layers):
-        raise ValueError(f"attention_layers must be from 0 to {layers - 1}, got {attention_layers}")
-
-    def mamba(
-        embed: int, heads: int, kv_heads: int, head_dim: int, *, rotary: Any, window: Any,
-        **others: Any,
-    ) -> Mamba2:  # fmt: skip
-        return Mamba2(embed, **settings, **others)
-
-    return [attention if each in attention_layers else mamba for each in range(layers)]
 
 
 def attention_layers(model: Decoder) -> list[int]:

@@ -11,10 +11,9 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.parts import FULL
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
-from lmlib.models.families.hybrid.llama_hybrid import in_attentions_place
+from lmlib.models.families.hybrid.alternating import every_nth, mixers
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
-from lmlib.models.families.windows import each_nth
 from lmlib.models.part import Norm, Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
@@ -29,7 +28,7 @@ def olmo_hybrid(
     heads: int,
     rope_theta: float | None = None,
     norm_epsilon: float = 1e-6,
-    attention_layers: Sequence[bool] | None = None,
+    attention_layers: Sequence[int] | None = None,
     linear_heads: int | None = None,
     linear_kv_heads: int | None = None,
     key_dim: int | None = None,
@@ -42,25 +41,24 @@ def olmo_hybrid(
 
     Args:
       rope_theta: `None`: attention has no positions.
-      attention_layers: True for each layer with attention; `None`: each fourth, or the only one
-        if there are fewer.
+      attention_layers: indices of the layers with attention, from 0; `None`: each fourth, or the
+        last one if there are fewer.
       linear_heads, linear_kv_heads: heads of values and of keys in the other layers; `None`: as
         many as `heads`.
       key_dim, value_dim: sizes of their heads; `None`: ¾ · embed / linear_kv_heads, and twice this.
       width, negative: as in `GatedDeltaNet`.
     """
     attends = usual(layers) if attention_layers is None else attention_layers
-    if all(attends) or not any(attends):
-        raise ValueError("attention_layers must be True for some layers and False for others")
+    if len({*attends}) in (0, layers):
+        raise ValueError(
+            f"attention_layers must have some of {layers} layers, and not all, got {attends}"
+        )
     linear_heads = heads if linear_heads is None else linear_heads
     linear_kv_heads = heads if linear_kv_heads is None else linear_kv_heads
     key_dim = 3 * embed // (4 * linear_kv_heads) if key_dim is None else key_dim
-    recurrent = in_attentions_place(
-        functools.partial(
-            GatedDeltaNet, heads=linear_heads, kv_heads=linear_kv_heads, key_dim=key_dim,
-            value_dim=2 * key_dim if value_dim is None else value_dim, width=width,
-            negative=negative,
-        )
+    recurrent = functools.partial(
+        GatedDeltaNet, heads=linear_heads, kv_heads=linear_kv_heads, key_dim=key_dim,
+        value_dim=2 * key_dim if value_dim is None else value_dim, width=width, negative=negative,
     )  # fmt: skip
     attention = functools.partial(
         Attention,
@@ -69,15 +67,14 @@ def olmo_hybrid(
     )
     return transformer(
         embed=embed, layers=layers, heads=heads, norm_epsilon=norm_epsilon,
-        rope_theta=rope_theta or 1.0, rotary_layers=[a and rope_theta is not None for a in attends],
-        attention=[attention if each else recurrent for each in attends], block=_block, **others,
+        rope_theta=rope_theta or 1.0, rotary_layers=rope_theta is not None,
+        attention=mixers(layers, attends, attention, recurrent), block=_block, **others,
     )  # fmt: skip
 
 
-def usual(layers: int) -> list[bool]:
+def usual(layers: int) -> tuple[int, ...]:
     """The usual `attention_layers`."""
-    attends = each_nth(4, layers)
-    return attends if any(attends) else [*attends[:-1], True]
+    return every_nth(4, layers) or (layers - 1,)
 
 
 def _block(attention: Part, mlp: Part, attention_norm: Norm, mlp_norm: Norm) -> Block:
@@ -135,7 +132,9 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
         raise settings.refused(
             "layer_types", f"only {FULL!r} and {_LINEAR!r}, both of them, for {layers} layers"
         )
-    attends = usual(layers) if kinds is None else [kind == FULL for kind in kinds]
+    attends = usual(layers)
+    if kinds is not None:
+        attends = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     found = {"attention_layers": None if attends == usual(layers) else attends}
     rope = settings.take("rope_parameters", None, dict) or {}
     if "rope_theta" in rope and rope["rope_theta"] is None:  # then transformers ignores the others

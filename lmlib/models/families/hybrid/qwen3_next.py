@@ -15,6 +15,7 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.parts import FULL
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.hybrid.alternating import every_nth, mixers
 from lmlib.models.families.transformer import check_sizes, transformer
 from lmlib.models.families.windows import each_nth
 from lmlib.models.multi_token import multi_token
@@ -40,7 +41,7 @@ def qwen3_next(
     top: int = 10,
     shared_mlp: int = 512,
     normalized: bool = True,
-    attention_layers: int | Sequence[bool] = 4,
+    attention_layers: Sequence[int] | None = None,
     dense_layers: Sequence[int] = (),
     linear_heads: int = 32,
     linear_kv_heads: int = 16,
@@ -65,8 +66,7 @@ def qwen3_next(
     Args:
       mlp, dense_layers: the layers of these numbers, from 0, have an MLP of size `mlp`.
       expert_mlp, experts, top, normalized: as in `qwen3_moe`.
-      attention_layers: each such layer has attention: 4 for every fourth one; or a list with True
-        for each layer with attention.
+      attention_layers: indices of the layers with attention, from 0; `None`: every fourth.
       linear_heads, linear_kv_heads, linear_key_dim, linear_value_dim, width: sizes of
         `GatedDeltaNet`.
       multi_token_depths: 1 for a head that predicts a further token, with attention and experts.
@@ -76,15 +76,12 @@ def qwen3_next(
         linear_kv_heads=linear_kv_heads, linear_key_dim=linear_key_dim,
         linear_value_dim=linear_value_dim, width=width,
     )  # fmt: skip
-    if isinstance(attention_layers, int):
-        attention_layers = each_nth(attention_layers, layers)
+    if attention_layers is None:
+        attention_layers = every_nth(4, layers)
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0)
     attention = functools.partial(GatedAttention, norm=norm)
 
-    def recurrent(
-        embed: int, heads: int, kv_heads: int, head_dim: int, *, rotary: None, window: None,
-        **others: Any,
-    ) -> GatedDeltaNet:  # fmt: skip
+    def recurrent(embed: int, **others: Any) -> GatedDeltaNet:
         sizes = linear_heads, linear_kv_heads, linear_key_dim, linear_value_dim, width
         return GatedDeltaNet(embed, *sizes, epsilon=norm_epsilon, **others)
 
@@ -105,11 +102,10 @@ def qwen3_next(
 
     whole = decoder(
         layers,
-        attention=[attention if each else recurrent for each in attention_layers],
+        attention=mixers(layers, attention_layers, attention, recurrent),
         feed_forward=[
             GatedMLP if layer in dense_layers else experts_of_size for layer in range(layers)
         ],
-        rotary_layers=[*attention_layers],
     )
     head = decoder(1, attention=attention, feed_forward=experts_of_size)
     norm = functools.partial(of_embed, epsilon=norm_epsilon)
@@ -169,9 +165,11 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     dense = settings.take("mlp_only_layers", None, list) or []
     sparse = each_nth(settings.take("decoder_sparse_step", 1), layers)
-    usual = [FULL if each else LINEAR for each in each_nth(period, layers)]
+    attends = every_nth(period, layers)
+    if kinds is not None:
+        attends = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     return {
-        "attention_layers": tuple(kind == FULL for kind in kinds or usual),
+        "attention_layers": attends,
         "dense_layers": tuple(i for i in range(layers) if i in dense or not sparse[i]),
     }
 
