@@ -56,6 +56,7 @@ from lmlib.data.chats.chat import answer_ends
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.generate.speculative import SpeculativeGenerator
+from lmlib.models.multi_token import without_heads
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
 from runner.inference.answer import DecodingOptions
@@ -168,7 +169,7 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
     with user_errors(), chosen_sizes("give a smaller --max_tokens, --length, --samples or --rows"):
         settings = loaded.mesh, loaded.compute, rows, length
         if _DRAFT.value is None:
-            return Generator(loaded.model, *settings, int8=_INT8.value)
+            return Generator(without_heads(loaded.model), *settings, int8=_INT8.value)
         draft = None if _DRAFT.value == _HEADS else _draft(loaded, _DRAFT.value, length).model
         return SpeculativeGenerator(
             loaded.model, draft, _DRAFT_TOKENS.value, *settings, int8=_INT8.value
