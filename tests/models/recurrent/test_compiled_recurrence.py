@@ -12,16 +12,19 @@ from lmlib.models.recurrent.linear_recurrence import linear_recurrence
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 
-S, G, H, K, V = 16_384, 16, 32, 128, 128  # of a layer of Qwen3-Next
+S, K, V = 16_384, 128, 128  # of a layer of Qwen3-Next, which has 16 and 32 heads
 HEADS, QUERIES = "batch seq heads head_dim", "batch seq kv_heads head_dim"
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    "target", sentinels(["h200:1x1", "v5p:2x2x1"], landing=["h200:1x1"].__contains__)
+    ("target", "G", "H"),
+    sentinels(
+        [("h200:1x1", 16, 32), ("v5p:2x2x1", 4, 8)], landing=[("h200:1x1", 16, 32)].__contains__
+    ),
 )
-def test_memory_is_linear_in_the_length_of_a_row(target):
-    """One state of a token is 2 MB, all of them 34 GB; queries, keys and values have 0.27 GB."""
+def test_memory_is_linear_in_the_length_of_a_row(target, G, H):
+    """The states of all tokens are 34 GB for 32 heads; queries, keys and values have 0.27 GB."""
     _, devices = absent(target)
     mesh, B = make_mesh(fsdp=-1, devices=devices), len(devices)
 
@@ -43,6 +46,7 @@ def test_memory_is_linear_in_the_length_of_a_row(target):
         return compiled.memory_analysis().temp_size_in_bytes
 
     with jax.set_mesh(mesh):
-        long, longer = temporaries(S), temporaries(2 * S)
-    assert long < 4e9
-    assert longer < 2.1 * long
+        long = temporaries(S)
+        assert long < 4e9 * H / 32
+        if target.startswith("h200"):  # libtpu takes a minute for each length
+            assert temporaries(2 * S) < 2.1 * long
