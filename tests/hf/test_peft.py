@@ -152,7 +152,7 @@ def test_adapters_of_some_layers_and_matrices_are_read_back(name, tmp_path):
         paths = ("stack.patterns.0.0.attention.*",)
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     again = read(written(model, tmp_path / "out", name), name)
-    if not joined and name != "lfm2" and family != "qwen3_next":  # their layers join projections
+    if not joined and family not in ("lfm2", "qwen3_next", "bamba", "granitemoehybrid"):
         assert_same_bits(again, model)
     assert_merges_alike(again, model)
 
