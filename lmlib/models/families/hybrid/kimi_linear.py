@@ -61,7 +61,7 @@ def kimi_linear(
 
     Args:
       mlp, expert_mlp, experts, top, shared_experts, dense_layers, groups, top_groups, normalized,
-        share_scale, correction_rate: as in `lmlib.models.families.experts.deepseek.deepseek_v3`.
+      share_scale, correction_rate: as in `lmlib.models.families.experts.deepseek.deepseek_v3`.
       attention_layers: indices of the layers with attention, from 0; `None`: every fourth, and
         the last.
       linear_heads, linear_head_dim, width: sizes of `KimiDelta`; a head's keys, values and latents
