@@ -48,7 +48,7 @@ from lmlib.optim.optimizer import by_weight
 from lmlib.parallel.axes import Weight, map_weights
 
 RESIDUAL = "embed"  # the axis of the residual stream, as `lmlib.models.model.Model` names it
-_OF_HEADS = "head_dim", "key_dim"  # axes of scores, and of what reads a recurrent state
+_OF_HEADS = "head_dim", "key_dim"  # axes of scores, and of reads of a recurrent state
 
 
 class Factors(NamedTuple):

@@ -132,7 +132,7 @@ def _of_pieces(
     M = pieces_CM.shape[1]
 
     def in_row_order(x_BM: Array) -> Array:
-        """The values of all pieces of the row, from those of this device's."""
+        """Gathers the values of all pieces of the row."""
         return all_gather(x_BM, mesh_axes, axis=1)[:, np.argsort(pieces_CM.reshape(-1))]
 
     tokens = jax.tree.map(lambda x: x.reshape(B * M, S // M, *x.shape[2:]), tokens)

@@ -23,7 +23,7 @@ _SIZES = {"channels": COMPUTE["mlp"], "width": None}
 class ShortConvolution(Part):
     """output(output_gate ⊙ convolution(input_gate ⊙ input)), all three projections of a token.
 
-    The gates have no activation, and each channel has a filter of its own (Amini et al. 2025,
+    Gates are used without an activation. Each channel has its own filter (Amini et al. 2025,
     arXiv:2511.23404, §2).
 
     Args:

@@ -1,4 +1,4 @@
-"""What is compiled for accelerators: long rows need little memory, which XLA's compilers say."""
+"""Long rows need little memory on accelerators, by their compilers' own count."""
 
 import jax
 import jax.numpy as jnp

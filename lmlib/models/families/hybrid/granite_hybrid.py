@@ -54,7 +54,7 @@ def granite_hybrid(
     Args:
       rotary: True if attention has rotary positions.
       mlp, experts, expert_mlp, top: sizes of the MLP that all tokens use, and number and size of
-        further experts, of which each token uses `top`. Without experts the MLP is alone.
+        further experts; each token uses `top` of them. There may be no experts.
       attention_layers, mamba_heads, mamba_head_dim, mamba_groups, mamba_state, width, filter_bias,
       projection_bias, time_limits: as in `lmlib.models.families.hybrid.bamba.bamba`.
     """
