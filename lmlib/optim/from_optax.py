@@ -21,9 +21,9 @@ from jaxtyping import Array, Float
 from optax import contrib
 
 from lmlib.models.weights import fan_in, weight
+from lmlib.optim.matrices.whole_matrices import APART, matrices_of
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared, rates_and_clipping
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.optim.whole_matrices import APART, matrices_of
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import named_weights
 
@@ -143,7 +143,7 @@ def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
     layout = {keys: weight.sharding.spec for keys, weight in weights.items()}
 
     def place(keys: _Keys, leaf: Any) -> PartitionSpec:
-        own = _own_weight(keys, weights)
+        own = own_weight(keys, weights)
         if own is not None:
             weight = weights[own]
             if (found := _along(leaf.shape, weight.shape, layout[own])) is not None:
@@ -162,7 +162,7 @@ def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _own_weight(keys: _Keys, weights: Mapping[_Keys, Any]) -> _Keys | None:
+def own_weight(keys: _Keys, weights: Mapping[_Keys, Any]) -> _Keys | None:
     """The longest path of a weight that is a part of `keys`."""
     for length in range(len(keys), 0, -1):
         for start in range(len(keys) - length + 1):

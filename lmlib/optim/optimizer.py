@@ -44,17 +44,21 @@ def as_declared(weight: Weight) -> bool:
 def scaled_adam(
     b1: float, b2: float, epsilon: float, scaled: Any, dtype: str = "float32", **fractions: float
 ) -> optax.GradientTransformation:
-    """Adam's direction, with the factors of a `lmlib.optim.transfer.Scaled` or `None`.
+    """Adam's direction, with the factors of a `lmlib.optim.transfer.Scaled` or `None`."""
+    check_adam(b1, b2, epsilon, **fractions)
+    adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=dtype)
+    if b1 == 0:  # needs no first moment
+        adam = optax.scale_by_rms(b2, epsilon, eps_in_sqrt=False, bias_correction=True)
+    return adam if scaled is None else scaled.of_adam(adam)
 
-    Raises ValueError if epsilon is not positive, or b1, b2 or one of `fractions` not in [0, 1).
-    """
+
+def check_adam(b1: float, b2: float, epsilon: float, **fractions: float) -> None:
+    """Raises ValueError if epsilon is not positive, or another number not in [0, 1)."""
     for name, fraction in {"b1": b1, "b2": b2, **fractions}.items():
         if not 0 <= fraction < 1:
             raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction}")
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be a positive number, got {epsilon}")
-    adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=dtype)
-    return adam if scaled is None else scaled.of_adam(adam)
 
 
 def with_decoupled_decay(
@@ -74,12 +78,8 @@ def with_decoupled_decay(
         clip = optax.chain(scaled.before_clipping(), clip)
 
     def chain(learning_rate: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
-        return optax.chain(
-            clip,
-            direction,
-            _decay(weight_decay, decays, cautious),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+        decayed = _decay(weight_decay, decays, cautious)
+        return optax.chain(clip, direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
     def update(
         updates: Any, state: Any, model: Any = None, *, learning_rate: optax.Schedule = made,

@@ -45,7 +45,7 @@ def warmup_cosine(
 
     Source: Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5.
     """
-    rising = _steps_of("warmup", warmup, steps)
+    rising = steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _half_cosine)
 
 
@@ -53,7 +53,7 @@ def warmup_linear(
     peak_lr: float, steps: int, warmup: float | int = 0.1, end: float = 0.0
 ) -> Schedule:
     """A straight line from `peak_lr` to `end` · `peak_lr`, after a linear warm-up."""
-    rising = _steps_of("warmup", warmup, steps)
+    rising = steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _line)
 
 
@@ -69,7 +69,7 @@ def warmup_stable_decay(
     WSD: Hu et al. 2024, arXiv:2404.06395, §4. Before the decay it equals `warmup_constant` with the
     same warm-up steps bit for bit: a run with that schedule can be forked and decayed anywhere.
     """
-    rising, falling = _steps_of("warmup", warmup, steps), _steps_of("decay", decay, steps)
+    rising, falling = steps_of("warmup", warmup, steps), steps_of("decay", decay, steps)
     if _share(warmup, steps) + _share(decay, steps) > 1:
         raise ValueError(
             f"warmup = {warmup} and decay = {decay} together exceed "
@@ -81,7 +81,7 @@ def warmup_stable_decay(
 
 def warmup_constant(peak_lr: float, steps: int, warmup: float | int = 0.01) -> Schedule:
     """Constant `peak_lr`, after a linear warm-up."""
-    return _schedule(peak_lr, steps, _steps_of("warmup", warmup, steps), 0, 1.0, _line)
+    return _schedule(peak_lr, steps, steps_of("warmup", warmup, steps), 0, 1.0, _line)
 
 
 def _schedule(
@@ -100,8 +100,8 @@ def _line(left: Array) -> Array:
     return left
 
 
-def _steps_of(name: str, part: float | int, steps: int) -> int:
-    """`part` of `steps` as a number of steps."""
+def steps_of(name: str, part: float | int, steps: int) -> int:
+    """Returns `part` of `steps` as a number of steps; ValueError if it is out of range."""
     if not 0 <= _share(part, steps) <= 1:
         raise ValueError(
             f"{name} is a fraction of the steps, from 0.0 to 1.0, or a whole number of them, here "

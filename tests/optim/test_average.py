@@ -1,4 +1,4 @@
-"""The average of the weights: its recursion, where it lies, what reads it."""
+"""The average of the weights: its recursion, its layout, its readers."""
 
 import functools
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_experiment import small
 
 from lmlib.experiment import PeriodicCallback
-from lmlib.optim.average import WeightAverage, with_average
+from lmlib.optim.average import WeightAverage
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.trainable import Group
 from runner import Options, fit
@@ -26,8 +26,8 @@ from runner.inference.loaded import load
 def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     random = np.random.default_rng(updates)
     plain = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
-    optimizer = with_average(plain, WeightAverage(0.7))
-    numbers = with_average(plain, WeightAverage(decay)).hyperparameters
+    optimizer = WeightAverage(0.7).added_to(plain, 30)
+    numbers = WeightAverage(decay).added_to(plain, 30).hyperparameters
     weights = {"w": jnp.asarray(random.normal(size=5), jnp.float32)}
     state = optimizer.transformation.init(weights)
     np.testing.assert_array_equal(state.average["w"], weights["w"])
@@ -42,9 +42,31 @@ def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     assert state.updates == updates
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 2.0, float("nan")])
+@pytest.mark.parametrize("decay", [0.7, 1.0], ids=["ema", "mean"])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_it_begins_late_and_is_a_part_of_the_weights_if_told_so(decay, share):
+    random = np.random.default_rng(0)
+    plain = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
+    average = WeightAverage(decay, start=0.4, share=share, evaluated=True)
+    transformation = average.added_to(plain, 10).transformation
+    weights, seen = {"w": jnp.ones(3)}, []
+    state = transformation.init(weights)
+    for _ in range(9):
+        gradients = {"w": jnp.asarray(random.normal(size=3), jnp.float32)}
+        change, state = transformation.update(gradients, state, weights)
+        weights = optax.apply_updates(weights, change)
+        seen.append(np.asarray(weights["w"], np.float64))
+        of = seen[4:] or seen[-1:]
+        factors = decay ** np.arange(len(of))[::-1]
+        mean = np.average(of, axis=0, weights=factors)
+        expected = share * mean + (1 - share) * seen[-1]
+        np.testing.assert_allclose(state.evaluated["w"], expected, rtol=1e-5, atol=1e-6)
+    assert state.average is None
+
+
+@pytest.mark.parametrize("decay", [0.0, -0.1, 2.0, float("nan")])
 def test_a_decay_that_is_none_is_refused(decay):
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match="above 0, at most 1"):
         WeightAverage(decay)
 
 

@@ -97,7 +97,7 @@ class Layer(eqx.Module):
 
 
 class Stacked(eqx.Module):
-    """As a model's weights are: three layers in one array each, and what is around them."""
+    """Weights shaped like a model's: three layers in one array each, and others."""
 
     layers: Layer
     scale: Float[Array, "embed"] = weight(ones)
@@ -109,7 +109,7 @@ SHAPES = Layer((16, 8), (16, 4, 2), (2, 16, 8), (16,))
 
 
 def random_model(step):
-    """Weights, or gradients, of which the first layer's are much larger."""
+    """Weights or gradients, much larger in the first layer."""
     random = np.random.default_rng(step)
 
     def layers(shape):
@@ -250,7 +250,7 @@ def test_noise_of_layers_is_independent():
 
 
 def growing(learning_rate):
-    """Keeps all gradients side by side, in one array that is no weight's."""
+    """Keeps all gradients side by side, in one array with no weight's shape."""
 
     def init(model):
         return jnp.zeros(20_000)

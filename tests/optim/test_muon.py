@@ -20,9 +20,9 @@ from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import fan_in, ones, weight
-from lmlib.optim.muon import CLASSIC, POLAR_EXPRESS, muon, orthogonalized
+from lmlib.optim.matrices.muon import CLASSIC, POLAR_EXPRESS, muon, orthogonalized
+from lmlib.optim.matrices.whole_matrices import is_matrix, matrices_of
 from lmlib.optim.schedules import warmup_constant
-from lmlib.optim.whole_matrices import is_matrix, matrices_of
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 

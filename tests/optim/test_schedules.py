@@ -57,7 +57,7 @@ def test_every_step_learns_as_by_optax(name, steps, peak, warmup, decay, end):
     }[name]()
     found = _traced(made, STEPS_N)
     expected = by_optax(name, peak, steps, warmup, decay, end)
-    # What is left of a cosine's last steps is a difference that float64 rounds to 1e-16.
+    # A cosine's last steps are a small difference, which float64 rounds to 1e-16.
     np.testing.assert_allclose(found[: steps + 2], expected, rtol=1e-6, atol=1e-15 * peak)
     assert np.all(found[steps:] == found[steps])  # after the end nothing moves
     assert found.dtype == np.float32
@@ -65,7 +65,7 @@ def test_every_step_learns_as_by_optax(name, steps, peak, warmup, decay, end):
 
 @jax.jit
 def _traced(schedule, steps_N):
-    """As in a compiled step, which is given the numbers."""
+    """Runs like a compiled step, which gets the numbers as arguments."""
     return schedule(steps_N)
 
 

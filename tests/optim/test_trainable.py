@@ -101,7 +101,7 @@ def test_the_rate_of_a_group_multiplies_that_of_the_weight_and_decay_stays_as_de
 
 @pytest.mark.slow
 def test_training_a_group_is_training_all_with_the_others_gradients_left_out():
-    """Of SGD, whose update is the gradient."""
+    """SGD's update is the gradient."""
 
     def sgd(steps):
         return Optimizer(optax.sgd(0.1), lambda step: 0.1, as_declared)

@@ -15,8 +15,9 @@ from lmlib.adapters.lora import lora
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
+from lmlib.models.multi_token import multi_token
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.transfer import CompleteP
@@ -193,6 +194,7 @@ def test_muon_takes_each_weight_by_its_own_rule():
 GEMMA = {"vocab": 64, "embed": 64, "heads": 4, "mlp": 128, "head_dim": 16}
 REFUSED = {
     "adapters": (functools.partial(lora, of=LLAMA), BASE, "adapters"),
+    "heads": (functools.partial(multi_token, of=LLAMA), BASE, "no rule for heads of multi-token"),
     "a size that it has not": (LLAMA, {"embedding": 3}, "no model can be made.*embedding"),
     "a size that makes no model": (LLAMA, {"heads": 3}, "no model can be made.*heads = 3"),
     "heads that grow": (LLAMA, {"embed": 32}, "head_dim is 4 in the base.*16 in the model"),

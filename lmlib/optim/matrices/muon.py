@@ -14,6 +14,14 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from lmlib.optim.matrices.whole_matrices import (
+    APART,
+    Matrices,
+    is_matrix,
+    layout_of,
+    matrices_of,
+    on_whole_matrices,
+)
 from lmlib.optim.optimizer import (
     Decays,
     Optimizer,
@@ -23,14 +31,6 @@ from lmlib.optim.optimizer import (
     with_decoupled_decay,
 )
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.optim.whole_matrices import (
-    APART,
-    Matrices,
-    is_matrix,
-    layout_of,
-    matrices_of,
-    on_whole_matrices,
-)
 from lmlib.parallel.axes import Weight, map_weights
 
 Polynomial = tuple[float, float, float]
@@ -127,14 +127,15 @@ def muon(
     head_dim, may form one side. Tables, heads, norms, biases and routers use AdamW.
 
     On a mesh each device orthogonalises its share of the matrices; see
-    `lmlib.optim.whole_matrices`. For given gradients the result has the same bits on every mesh.
+    `lmlib.optim.matrices.whole_matrices`. For given gradients the result has the same bits on every
+    mesh.
 
     Args:
       steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled: as in
         `lmlib.optim.adamw.adamw`.
       momentum: decay of the mean of gradients.
       nesterov: True descends along a mean of momentum and gradient, with the same coefficients.
-      polynomials: polynomials for orthogonalisation; see `lmlib.optim.muon`.
+      polynomials: polynomials for orthogonalisation; see `lmlib.optim.matrices.muon`.
       dtype: dtype in which matrices are sent and multiplied: "bfloat16" or "float32".
       apart: names of axes along which each index is a separate matrix, in addition to layers. With
         "heads" and "kv_heads" the matrices of attention are orthogonalised head by head.
@@ -175,9 +176,8 @@ def muon(
             jax.tree.unflatten(jax.tree.structure(matrices), each)
             for each in on_whole_matrices(
                 functools.partial(_descended, polynomials, neuron_decay),
-                forms,
-                arrays,
-                *map(jax.tree.leaves, state.neurons),
+                (forms, arrays),
+                *((forms, jax.tree.leaves(each)) for each in state.neurons),
             )
         )
         directions = jax.tree.map(lambda each: each.astype(jnp.float32), made)

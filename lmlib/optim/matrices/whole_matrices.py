@@ -10,10 +10,12 @@ Shapes: N matrices, R rows, C columns, R ≤ C.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,42 @@ class Matrices:
     @property
     def order(self) -> tuple[int, ...]:
         return (*self.apart, *self.rows, *self.columns)
+
+    def beside(self, side: tuple[int, ...]) -> "Matrices":
+        """The form of arrays that have the axes apart, those of `side`, and one more axis.
+
+        Examples are the products of rows with rows, and bases of rows or columns.
+        """
+        first, last = len(self.apart), len(self.apart) + len(side)
+        return Matrices((*range(first),), (*range(first, last),), (last,), ())
+
+    def shape_beside(self, side: tuple[int, ...], matrices: Array, length: int) -> tuple[int, ...]:
+        """The shape of the form `beside(side)` for `matrices`, with a last axis of this length.
+
+        All axes of a side have size 1 if `length` is 0, which stands for no array.
+        """
+        of_side = [matrices.shape[i] if length else 1 for i in side]
+        return (*(matrices.shape[i] for i in self.apart), *of_side, length or 1)
+
+    def layout_beside(
+        self, side: tuple[int, ...], matrices: Array, length: int, split: bool = True
+    ) -> PartitionSpec:
+        """The layout of an array of `shape_beside` on the current mesh: that of `matrices`.
+
+        If `split` and mesh axes divide it, the last axis is split like the other side.
+        """
+        layout, other = layout_of(matrices), self.columns if side == self.rows else self.rows
+        divide = [layout[i] for i in other if length and length % devices_along(layout[i]) == 0]
+        places = [layout[i] for i in self.apart] + [layout[i] if length else None for i in side]
+        return PartitionSpec(*places, next(filter(None, divide), None) if split else None)
+
+    def zeros_beside(self, side: tuple[int, ...], matrices: Array, length: int) -> Array:
+        """Zeros of `shape_beside`, laid out like `layout_beside`."""
+        shape = self.shape_beside(side, matrices, length)
+        if jax.sharding.get_abstract_mesh().empty:
+            return jnp.zeros(shape, jnp.float32)
+        layout = self.layout_beside(side, matrices, length)
+        return jnp.zeros(shape, jnp.float32, out_sharding=layout)
 
     def stacked(self, x: Array) -> Array:
         """x as an array with one axis for all matrices, then the axes of rows and columns."""
@@ -103,73 +141,95 @@ def _sides(weight: Weight, apart: Collection[str]) -> tuple[tuple[int, ...], ...
 
 
 Arrays = tuple[Array, ...]
+Kind = tuple[Sequence[Matrices], Sequence[Array]]  # an array for each weight, and its form
 
 
 def on_whole_matrices(
-    function: Callable[..., Arrays], matrices: Sequence[Matrices], *kinds: Sequence[Array]
+    function: Callable[..., Arrays],
+    *kinds: Kind,
+    returned: int | None = None,
+    numbers: Sequence[Array] = (),
 ) -> list[list[Array]]:
-    """Applies `function` to all matrices; matrices of equal shapes are sent together.
+    """Applies `function` to whole matrices, and returns its results laid out as they are stored.
+
+    Matrices of equal shapes are sent together.
 
     Args:
       function: gets some matrices [N, R, C] and the arrays that belong to them, such as a number
-        for each column, [N, 1, C]; returns as many arrays of the same shapes. The result for a
-        matrix must not depend on the others.
-      matrices: for each weight.
-      kinds: each weight's matrices, and each weight's other arrays, as stored. All have the same
-        axes; an axis may have size 1, and then no mesh axis splits it. The result is like them.
+        for each column, [N, 1, C], or products of rows, [N, R, R]; returns arrays of the shapes of
+        the first ones. The result for a matrix must not depend on the others.
+      kinds: each weight's matrices, then each weight's other arrays, as stored. An axis may have
+        size 1, and then no mesh axis splits it. The results are like them.
+      returned: the number of arrays that `function` returns, if fewer than it gets.
+      numbers: scalars, which `function` gets before the arrays.
     """
-    weights = [*zip(*kinds, strict=True)]
+    returned = len(kinds) if returned is None else returned
+    pairs = [zip(forms, arrays, strict=True) for forms, arrays in kinds]
+    weights = [[*zip(*each, strict=True)] for each in zip(*pairs, strict=True)]
     groups: dict[object, list[int]] = defaultdict(list)
-    for i, (form, arrays) in enumerate(zip(matrices, weights, strict=True)):
-        groups[_shapes_and_layouts(form, arrays)].append(i)
+    for i, (forms, arrays) in enumerate(weights):
+        groups[tuple(map(_shape_and_layout, forms, arrays))].append(i)
     made: dict[int, Arrays] = {}
     for group in groups.values():
-        results = _of_group(function, [matrices[i] for i in group], [weights[i] for i in group])
+        results = _of_group(function, [weights[i] for i in group], returned, numbers)
         made |= zip(group, results, strict=True)
-    return [[made[i][k] for i in range(len(weights))] for k in range(len(kinds))]
+    return [[made[i][k] for i in range(len(weights))] for k in range(returned)]
 
 
-def _shapes_and_layouts(form: Matrices, arrays: Arrays) -> object:
+def _shape_and_layout(form: Matrices, array: Array) -> object:
     """A key that is equal for weights whose matrices can be in one stack."""
-    sides = form.order[len(form.apart) :]
-    shapes = [tuple(array.shape[i] for i in sides) for array in arrays]
-    layouts = [tuple(layout_of(array)[i] for i in form.order) for array in arrays]
-    return len(form.apart), len(form.rows), *shapes, *layouts
+    shape = tuple(array.shape[i] for i in form.order[len(form.apart) :])
+    layout = layout_of(array)
+    return len(form.apart), len(form.rows), shape, tuple(layout[i] for i in form.order)
 
 
 def _of_group(
-    function: Callable[..., Arrays], forms: Sequence[Matrices], weights: Sequence[Arrays]
+    function: Callable[..., Arrays],
+    weights: Sequence[Sequence[Any]],
+    returned: int,
+    numbers: Sequence[Array],
 ) -> list[Arrays]:
-    layouts = [layout_of(array) for arrays in weights for array in arrays]
-    kinds = len(weights[0])
-    ways = [_way(forms[0], layout, layouts[0]) for layout in layouts[:kinds]]
+    forms, layouts = weights[0][0], [[*map(layout_of, arrays)] for _, arrays in weights]
+    kinds = len(forms)
+    ways = [
+        _way(form, layout, forms[0], layouts[0][0])
+        for form, layout in zip(forms, layouts[0], strict=True)
+    ]
 
-    def on_shares(*parts: Array) -> Arrays:
+    def on_shares(numbers: Sequence[Array], *parts: Array) -> Arrays:
         """Computes, on each device, its parts of all results from its parts of all arrays."""
         of_kinds = [parts[k::kinds] for k in range(kinds)]
-        stacks = [[*map(Matrices.stacked, forms, parts)] for parts in of_kinds]
+        stacks = [
+            [each[0][k].stacked(x) for each, x in zip(weights, of_kind, strict=True)]
+            for k, of_kind in enumerate(of_kinds)
+        ]
         shares = [*map(_sent, map(jnp.concatenate, stacks), ways)]
-        made = _in_turns(function, [_as_matrices(x, len(forms[0].rows)) for x in shares])
-        shaped = (jnp.reshape(y, x.shape) for y, x in zip(made, shares, strict=True))
-        returned = [*map(_returned, shaped, ways)]
+        flat = [_as_matrices(x, len(form.rows)) for x, form in zip(shares, forms, strict=True)]
+        made = _in_turns(functools.partial(function, *numbers), flat)
+        shaped = (jnp.reshape(y, x.shape) for y, x in zip(made, shares[:returned], strict=True))
+        sent_back = [*map(_returned, shaped, ways)]
         ends = list(itertools.accumulate(len(x) for x in stacks[0]))[:-1]
-        split = [jnp.split(y[: sum(map(len, stacks[0]))], ends) for y in returned]
+        split = [jnp.split(y[: sum(map(len, stacks[0]))], ends) for y in sent_back]
         return tuple(
-            form.unstacked(split[k][i], of_kinds[k][i].shape)
-            for i, form in enumerate(forms)
-            for k in range(kinds)
+            each[0][k].unstacked(split[k][i], of_kinds[k][i].shape)
+            for i, each in enumerate(weights)
+            for k in range(returned)
         )
 
     # Not tracked: JAX does not know that arrays gathered over copies are the same on each device.
-    mapped = shard_map(on_shares, layouts, tuple(layouts), tracked=False)
-    made = mapped(*(array for arrays in weights for array in arrays))
-    return [tuple(made[i : i + kinds]) for i in range(0, len(made), kinds)]
+    of_results = tuple(layout for each in layouts for layout in each[:returned])
+    given = [[PartitionSpec()] * len(numbers), *itertools.chain(*layouts)]
+    mapped = shard_map(on_shares, given, of_results, tracked=False)
+    made = mapped([*numbers], *(array for _, arrays in weights for array in arrays))
+    return [tuple(made[i : i + returned]) for i in range(0, len(made), returned)]
 
 
 _Way = Sequence[tuple[MeshAxes, int | None]]
 
 
-def _way(matrices: Matrices, layout: PartitionSpec, of_matrices: PartitionSpec) -> _Way:
+def _way(
+    form: Matrices, layout: PartitionSpec, matrices: Matrices, of_matrices: PartitionSpec
+) -> _Way:
     """The steps that assemble arrays of `layout` for matrices with the layout `of_matrices`.
 
     Each step has mesh axes, along which a device takes its share of the matrices, and the array
@@ -179,9 +239,10 @@ def _way(matrices: Matrices, layout: PartitionSpec, of_matrices: PartitionSpec) 
     mesh = jax.sharding.get_abstract_mesh()
     copies = tuple(name for name in mesh.axis_names if name not in mesh_axes_of(of_matrices))
     way: list[tuple[MeshAxes, int | None]] = [(copies, None)]
-    for axis, i in enumerate(matrices.order[len(matrices.apart) :], start=1):
+    axes = {layout[i]: axis for axis, i in enumerate(form.order[len(form.apart) :], start=1)}
+    for i in matrices.order[len(matrices.apart) :]:
         if of_matrices[i] is not None:
-            way.append((of_matrices[i], None if layout[i] is None else axis))
+            way.append((of_matrices[i], axes.get(of_matrices[i])))
     return way
 
 

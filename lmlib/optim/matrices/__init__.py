@@ -1,0 +1,1 @@
+"""Optimizers of whole matrices, and what they share."""

@@ -1,0 +1,167 @@
+"""Products of gradients with themselves, G Gᵀ and Gᵀ G, and their eigenbases.
+
+Each matrix has one of both for its rows and one for its columns, unless the side is too long.
+Shapes: N matrices, R rows, C columns, D either of both.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lmlib.optim.matrices.beside_adamw import Kinds
+from lmlib.optim.matrices.whole_matrices import Matrices, on_whole_matrices
+
+# Precision of float32 products on accelerators: TF32 on GPUs, three passes of bfloat16 on TPUs.
+PRECISION = "high"
+
+Square = Array  # [N, D, D], or [N, 1, 1] if there is none for a side
+Pair = tuple[Square, Square]  # of rows, of columns
+# Names in a state of the second moments, the averages of both products, and two further squares.
+Names = tuple[str, str, str, str, str]
+
+
+def check_sides(largest_side: int, every: int) -> None:
+    """Raises ValueError for a number that is not positive."""
+    for name, number in {"largest_side": largest_side, "every": every}.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def sides_of(form: Matrices) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return form.rows, form.columns
+
+
+def squares(
+    forms: Sequence[Matrices], matrices: Sequence[Array], side: int, largest: int
+) -> list[Array]:
+    """Zeros [..., D, D] for side 0 (rows) or 1 (columns) of each weight's matrices, as stored.
+
+    Sides longer than `largest` have a single zero.
+    """
+
+    def zeros(form: Matrices, x: Array) -> Array:
+        length = 1
+        for i in sides_of(form)[side]:
+            length *= x.shape[i]
+        return form.zeros_beside(sides_of(form)[side], x, length if length <= largest else 0)
+
+    return [zeros(form, x) for form, x in zip(forms, matrices, strict=True)]
+
+
+def preconditioners(
+    names: Names, forms: Sequence[Matrices], matrices: Sequence[Array], largest: int
+) -> Kinds:
+    """The arrays of `names` before the first update; sides longer than `largest` have none."""
+    of_sides = [squares(forms, matrices, side, largest) for side in (0, 1, 0, 1)]
+    return dict(zip(names, [[*map(jnp.zeros_like, matrices)], *of_sides], strict=True))
+
+
+def on_preconditioned(
+    function: Callable[..., tuple[Array, ...]], names: Names, updates: Array,
+    forms: Sequence[Matrices], first: Sequence[Array], state: Kinds, gradients: Sequence[Array],
+) -> tuple[list[Array], Kinds]:  # fmt: skip
+    """Makes directions and a new state on whole matrices.
+
+    `function` gets the number of `updates`, `first`, the arrays of `names` and gradients, and
+    returns directions and new arrays of `names`.
+    """
+    rows = [form.beside(form.rows) for form in forms]
+    columns = [form.beside(form.columns) for form in forms]
+    of_kinds = forms, rows, columns, rows, columns
+    kinds = [*zip(of_kinds, (state[name] for name in names), strict=True)]
+    made, *new = on_whole_matrices(
+        function, (forms, first), *kinds, (forms, gradients), returned=6, numbers=(updates,)
+    )
+    return made, dict(zip(names, new, strict=True))
+
+
+def has(x_NRC: Array, square: Square, side: int) -> bool:
+    """True if there is a square for this side of the matrices."""
+    return square.shape[1] == x_NRC.shape[1 + side] > 1
+
+
+def averaged(squares: Pair, x_NRC: Array, decay: float) -> Pair:
+    """Moves the averages towards X Xᵀ and Xᵀ X by 1 - decay."""
+    subscripts = "nrc,nsc->nrs", "nrc,nrd->ncd"
+    new = []
+    for side in (0, 1):
+        old = squares[side]
+        if has(x_NRC, old, side):
+            product = jnp.einsum(subscripts[side], x_NRC, x_NRC, precision=PRECISION)
+            old = decay * old + (1 - decay) * product
+        new.append(old)
+    return new[0], new[1]
+
+
+def rotated(x_NRC: Array, bases: Pair, back: bool = False) -> Array:
+    """Q_Rᵀ X Q_C, or, `back`, Q_R X Q_Cᵀ; a side without a basis stays."""
+    if has(x_NRC, bases[0], 0):
+        rows = "nrs,nsc->nrc" if back else "nsr,nsc->nrc"
+        x_NRC = jnp.einsum(rows, bases[0], x_NRC, precision=PRECISION)
+    if has(x_NRC, bases[1], 1):
+        columns = "nrc,ndc->nrd" if back else "nrc,ncd->nrd"
+        x_NRC = jnp.einsum(columns, x_NRC, bases[1], precision=PRECISION)
+    return x_NRC
+
+
+def eigenbases(x_NRC: Array, squares: Pair) -> Pair:
+    """Eigenvectors in columns, by falling eigenvalue, for the sides that have squares."""
+    new = []
+    for side in (0, 1):
+        basis = squares[side]
+        if has(x_NRC, basis, side):
+            basis = jnp.linalg.eigh(basis)[1][..., ::-1]
+        new.append(basis)
+    return new[0], new[1]
+
+
+def refreshed(squares: Pair, bases: Pair, second_NRC: Array) -> tuple[Pair, Array]:
+    """One step of power iteration for bases, and second moments in the new order of their columns.
+
+    Source: SOAP, arXiv:2409.11321, algorithm 4; as in its code, columns are first ordered by their
+    estimated eigenvalues.
+    """
+    new = []
+    for side in (0, 1):
+        basis = bases[side]
+        if has(second_NRC, basis, side):
+            power = jnp.einsum("nde,nef->ndf", squares[side], basis, precision=PRECISION)
+            order = jnp.argsort(-jnp.sum(basis * power, axis=1), axis=1)
+            across = order[:, :, None] if side == 0 else order[:, None, :]
+            second_NRC = jnp.take_along_axis(second_NRC, across, axis=1 + side)
+            basis = jnp.linalg.qr(jnp.take_along_axis(power, order[:, None, :], axis=2))[0]
+        new.append(basis)
+    return (new[0], new[1]), second_NRC
+
+
+def inverse_roots(x_NRC: Array, squares: Pair, ridge: float) -> Pair:
+    """Inverse roots S^(-1/4) of the squares, S^(-1/2) if there are squares for one side only.
+
+    `ridge` times the largest eigenvalue is added to all of them.
+    """
+    sides = sum(has(x_NRC, squares[side], side) for side in (0, 1))
+    new = []
+    for side in (0, 1):
+        root = squares[side]
+        if has(x_NRC, root, side):
+            values_ND, basis_NDE = jnp.linalg.eigh(root)
+            largest_N1 = values_ND[:, -1:]
+            # Rounding makes zeros slightly negative. Without any gradient all are zero.
+            lifted_ND = jnp.maximum(values_ND, 0) + ridge * largest_N1
+            powers_ND = jnp.where(largest_N1 > 0, lifted_ND, 1) ** (-0.25 / sides)
+            # Equal factors: the same bits in any layout.
+            half_NDE = basis_NDE * powers_ND[:, None, :]
+            root = jnp.einsum("nde,nfe->ndf", half_NDE, half_NDE, precision=PRECISION)
+        new.append(root)
+    return new[0], new[1]
+
+
+def at_times(updates: Array, every: int, new: Callable[..., Any], *old: Array) -> Any:
+    """`new(*old)` if the number of earlier `updates` is a multiple of `every`, else `old`.
+
+    `new` runs only then.
+    """
+    return jax.lax.cond(updates % every == 0, new, lambda *old: old, *old)
