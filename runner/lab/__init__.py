@@ -1,0 +1,1 @@
+"""Judges a stranger's optimizer or model beside a baseline."""
