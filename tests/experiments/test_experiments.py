@@ -29,10 +29,21 @@ ON_CPUS = {  # on 2 cores
     "speedrun_parts": "1 minute",
     "transfer": "1 minute",
     "muon_or_adamw": "1 minute",
+    "optimizer_lab": "1 minute",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
-NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "ladder", "smollm2_sft", "speedrun_124m")
-# With every part, and with one, at the sizes of the tiny quickstart.
+NAMES = (
+    *LLAMAS,
+    *PUBLISHED,
+    *ADAPTED,
+    *ON_CPUS,
+    "ladder",
+    "smollm2_sft",
+    "speedrun_124m",
+    "nanochat_d12",
+    "modded_124m",
+)
+# Sizes of the tiny quickstart, for the speedruns with every part and with one.
 QUICK = ("data.path.max_bytes=400_000", "data.path.vocab_size=512", "model.vocab=512")
 SPEEDRUNS = {"speedrun_124m": QUICK, "speedrun_parts": (*QUICK, "model.value_embeddings=True")}
 NEED_MORE = ("from_hf", "lora", "dpo", "own_text")  # a folder, a run or a data set
@@ -91,7 +102,7 @@ def test_each_family_has_an_experiment():
 
 @pytest.mark.parametrize("name", sentinels(PUBLISHED, lambda name: name == "qwen3_0_6b"))
 def test_an_experiment_is_the_published_model(name):
-    """In all its parts and settings: what hf.load makes of that model's config.json."""
+    """It has the parts and settings of the model that hf.load makes from the config.json."""
     model = shapes(configs.load(f"experiments/{name}"))
     described = described_by(config(name), "config.json")
     assert not list(differences(model, jax.eval_shape(described.build, jax.random.key(0))))

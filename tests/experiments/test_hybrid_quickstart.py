@@ -7,12 +7,14 @@ import signal
 import jax
 import numpy as np
 import pytest
+from golden_models import logits
+from hugging_face_families import KEPT, tokens
 from small_runs import SmallRun
 from states import assert_same_bits, without_times
 
 from lmlib import hf
 from lmlib.metrics.log import read_metrics
-from runner import fit, load
+from runner import convert, fit, load
 from runner.config import configs
 
 pytestmark = pytest.mark.slow
@@ -48,3 +50,16 @@ def test_killed_and_resumed_it_has_the_same_bits_and_is_exported(tmp_path):
     hf.save(model, tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "olmo_hybrid"
     jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "hf"), model)
+
+
+def test_transformers_computes_the_same_from_an_exported_run(tmp_path):
+    golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
+    cfg = configs.load("experiments/hybrid_quickstart", ["tiny"], (*SETTINGS, "steps=1"))
+    model = fit(cfg, tmp_path / "run").state.model
+    convert.bring_out(str(tmp_path / "run"), tmp_path / "hf")
+    ids = tokens(model.vocab)[0].astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(logits(model, ids))[0, KEPT]
+    theirs = golden.loaded(tmp_path / "hf", "float32")
+    expected = golden.logits_of_prompt(theirs, model.vocab).numpy()
+    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()

@@ -84,7 +84,7 @@ def test_invalid_data_is_refused_in_a_sentence(folder, tmp_path):
 
 @pytest.mark.slow
 def test_each_command_prints_the_next_one_until_the_model_speaks(tmp_path):
-    """In folders whose names have to be quoted, and in an environment that is not activated."""
+    """Names of folders have to be quoted, and the environment is not activated."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PATH": "/usr/bin:/bin",
