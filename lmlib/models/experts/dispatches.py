@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from lmlib.parallel.collectives import all_gather, axis_index, devices_along, psum_scatter
+from lmlib.models.experts import triton_grouped
+from lmlib.parallel.collectives import all_gather, axis_index, devices_along, platform, psum_scatter
 from lmlib.parallel.exchange import exchange_rows, pmax_everywhere
 from lmlib.parallel.mesh_axes import MeshAxes
 
@@ -30,8 +30,8 @@ def sorted_by(
     places_M = (
         jnp.zeros(M, jnp.int32).at[order_M].set(jnp.arange(M, dtype=jnp.int32), unique_indices=True)
     )
-    ends_X = jnp.searchsorted(experts_M[order_M], jnp.arange(experts), side="right")
-    return order_M, places_M, jnp.diff(ends_X.astype(jnp.int32), prepend=0)
+    sizes_X = jnp.sum(experts_M[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    return order_M, places_M, sizes_X
 
 
 def zero_padding(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
@@ -43,12 +43,14 @@ def zero_padding(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
 def unsort(
     rows_C: Array, places_nK: Int[Array, "n k"], computed_nK: Bool[Array, "n k"], of_pairs: bool
 ) -> Array:
-    """Sums each token's rows, [n, E] in at least float32; or places values of pairs, [n, K].
+    """Sums each token's rows in float32 or wider, [n, E]; or places values of pairs, [n, K].
 
     `places_nK` are the indices of the tokens' rows. Pairs that are not computed count as zero.
     """
     if of_pairs:
         return jnp.where(computed_nK, jnp.take(rows_C, places_nK, mode="clip"), 0)
+    if platform() == "cuda" and triton_grouped.is_supported(rows_C, rows_C):
+        return triton_grouped.sums_of_rows(rows_C, jnp.where(computed_nK, places_nK, -1))
     n, K = places_nK.shape
     x_nE = jnp.zeros((n, rows_C.shape[1]), jnp.promote_types(rows_C.dtype, jnp.float32))
     for k in range(K):
@@ -175,9 +177,8 @@ class Exchanged:
         places_Q = round * self.Q + jnp.arange(self.Q, dtype=jnp.int32)
         ends_PX = jnp.cumsum(self.for_me_PX, axis=1)
         # Places beyond a device's last row get the index after the last expert.
-        search = jax.vmap(lambda ends_X: jnp.searchsorted(ends_X, places_Q, side="right"))
-        experts_PQ = search(ends_PX)
-        return sorted_by(jnp.ravel(experts_PQ).astype(jnp.int32), self.X)
+        experts_PQ = jnp.sum(ends_PX[:, None] <= places_Q[:, None], axis=-1, dtype=jnp.int32)
+        return sorted_by(jnp.ravel(experts_PQ), self.X)
 
 
 # A movement of rows to the devices of their experts and back, on one device, in `rounds` (an `int`

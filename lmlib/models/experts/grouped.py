@@ -1,19 +1,20 @@
 """Grouped matrix products: rows are sorted by group, and each group has its own matrix.
 
     implementation  where      description
+    triton          GPUs       kernels of `lmlib.models.experts.triton_grouped`
     ragged_dot      TPUs       XLA's kernels
     blocks          anywhere   a loop over blocks of rows, each within one group
 
-"auto" chooses ragged_dot if XLA has a kernel for it, else blocks. Without a kernel, XLA expands
-ragged_dot into a product of all rows with all matrices, which multiplies the cost by the number
-of groups.
+"auto" chooses triton on GPUs, ragged_dot if XLA has a kernel for it, else blocks. Without a kernel,
+XLA expands ragged_dot into a product of all rows with all matrices, which multiplies the cost by
+the number of groups.
 
 Shapes: N rows, X groups, E contracted axis, F output axis, A and B are E and F in either order,
 R rank, T rows of a block, L blocks.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,61 +22,109 @@ import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.experts import triton_grouped
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.matrix import Matrix
 
-IMPLEMENTATIONS = ("ragged_dot", "blocks")
+IMPLEMENTATIONS = ("triton", "ragged_dot", "blocks")
 EVEN_TURNS = "even_turns_"  # scope name, followed by the loop's trip count for groups of equal size
 # XLA has the kernel for gradients of the matrices since JAX 0.11.
 _KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
 
 
+class Groups(NamedTuple):
+    """The number of rows of each group, and one of `IMPLEMENTATIONS` or "auto"."""
+
+    sizes_X: Int32[Array, "x"]
+    implementation: str = "auto"
+
+
 def grouped_product(
-    x_NE: Float[Array, "n e"],
-    w_XEF: Float[Array, "x e f"] | Matrix,
-    sizes_X: Int32[Array, "x"],
-    implementation: str = "auto",
+    x_NE: Float[Array, "n e"], w_XEF: Float[Array, "x e f"] | Matrix, groups: Groups
 ) -> Float[Array, "n f"]:
     """Multiplies each row by the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, …
 
     Rows beyond all groups give zeros, regardless of their content. If an axis of the weight is
     split over devices, the result is partial, and the caller must sum it over them.
     """
-    if isinstance(w_XEF, Matrix):
-        return w_XEF.apply(lambda x, w: _grouped_product(x, w, sizes_X, implementation), x_NE)
-    return _grouped_product(x_NE, w_XEF, sizes_X, implementation)
+    (y_NF,) = grouped_products(x_NE, (w_XEF,), groups)
+    return y_NF
+
+
+def grouped_products(
+    x_NE: Float[Array, "n e"], weights: Sequence[Float[Array, "x e f"] | Matrix], groups: Groups
+) -> tuple[Float[Array, "n f"], ...]:
+    """`grouped_product` of the same rows with each of several weights, of one size."""
+    if not any(isinstance(weight, Matrix) for weight in weights):
+        return _products(x_NE, tuple(weights), *groups)
+
+    def multiply(x_NE: Array, w_XEF: Array) -> Array:
+        return _products(x_NE, (w_XEF,), *groups)[0]
+
+    return tuple(
+        weight.apply(multiply, x_NE) if isinstance(weight, Matrix) else multiply(x_NE, weight)
+        for weight in weights
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_product(x_NE: Array, w_XEF: Array, sizes_X: Array, implementation: str) -> Array:
-    if _resolved(implementation, gradient=False) == "blocks":
-        return _rows(x_NE, w_XEF, sizes_X, "te,ef->tf")
-    y_NF = jax.lax.ragged_dot(x_NE, w_XEF, sizes_X, preferred_element_type=x_NE.dtype)
-    return _within(y_NF, sizes_X)
+def _products(
+    x_NE: Array, weights: tuple[Array, ...], sizes_X: Array, implementation: str
+) -> tuple[Array, ...]:
+    def product(w_XEF: Array) -> Array:
+        if resolved == "triton":
+            return triton_grouped.rows_by_groups([x_NE], [w_XEF], sizes_X)
+        if resolved == "blocks":
+            return _rows(x_NE, w_XEF, sizes_X, "te,ef->tf")
+        y_NF = jax.lax.ragged_dot(x_NE, w_XEF, sizes_X, preferred_element_type=x_NE.dtype)
+        return _within(y_NF, sizes_X)
+
+    resolved = _resolved(implementation, x_NE, weights[0])
+    return tuple(map(product, weights))
+
+
+_Saved = tuple[Array, tuple[Array, ...], Array]
 
 
 def _forward(
-    x_NE: Array, w_XEF: Array, sizes_X: Array, implementation: str
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped_product(x_NE, w_XEF, sizes_X, implementation), (x_NE, w_XEF, sizes_X)
+    x_NE: Array, weights: tuple[Array, ...], sizes_X: Array, implementation: str
+) -> tuple[tuple[Array, ...], _Saved]:
+    return _products(x_NE, weights, sizes_X, implementation), (x_NE, weights, sizes_X)
 
 
 def _backward(
-    implementation: str, saved: tuple[Array, Array, Array], dy_NF: Array
-) -> tuple[Array, Array, None]:
-    x_NE, w_XEF, sizes_X = saved
-    dy_NF = dy_NF.astype(x_NE.dtype)
-    if _resolved(implementation, gradient=False) == "blocks":
-        dx_NE = _rows(dy_NF, w_XEF, sizes_X, "tf,ef->te")
-    else:
+    implementation: str, saved: _Saved, given: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], None]:
+    x_NE, weights, sizes_X = saved
+    given = tuple(dy_NF.astype(x_NE.dtype) for dy_NF in given)
+
+    def towards_rows(dy_NF: Array, w_XEF: Array) -> Array:
+        if resolved == "blocks":
+            return _rows(dy_NF, w_XEF, sizes_X, "tf,ef->te")
         dx_NE = jax.lax.ragged_dot_general(
             dy_NF, w_XEF, sizes_X, _BY_TRANSPOSED, preferred_element_type=x_NE.dtype
         )
-        dx_NE = _within(dx_NE, sizes_X)
-    return dx_NE, _gradient(x_NE, dy_NF, sizes_X, implementation), None
+        return _within(dx_NE, sizes_X)
+
+    def gradient(dy_NF: Array) -> Array:
+        if resolved == "triton":
+            return triton_grouped.products_of_groups(x_NE, dy_NF, sizes_X)
+        if _resolved(implementation, x_NE, weights[0], gradient=True) == "blocks":
+            return _gradient(x_NE, dy_NF, sizes_X)
+        rows_NE = _within(x_NE, sizes_X)
+        return jax.lax.ragged_dot_general(
+            rows_NE, dy_NF, sizes_X, _OF_GROUPS, preferred_element_type=x_NE.dtype
+        )
+
+    resolved = _resolved(implementation, x_NE, weights[0])
+    if resolved == "triton":
+        dx_NE = triton_grouped.rows_by_groups(given, weights, sizes_X, transposed=True)
+    else:
+        dx_NE = functools.reduce(jnp.add, map(towards_rows, given, weights))
+    return dx_NE, tuple(map(gradient, given)), None
 
 
-_grouped_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
 
 _BY_TRANSPOSED = RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -89,23 +138,17 @@ _OF_GROUPS = RaggedDotDimensionNumbers(
 )
 
 
-def _resolved(implementation: str, gradient: bool) -> str:
+def _resolved(implementation: str, x_NE: Array, w_XEF: Array, gradient: bool = False) -> str:
     if implementation != "auto":
         return implementation
+    if platform() == "cuda" and triton_grouped.is_supported(x_NE, w_XEF):
+        return "triton"
     has_kernel = platform() == "tpu" and (_KERNEL_FOR_GRADIENTS or not gradient)
     return "ragged_dot" if has_kernel else "blocks"
 
 
-def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) -> Array:
+def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array) -> Array:
     """Computes each matrix's gradient: the sum of x ⊗ dy over its group's rows."""
-    if _resolved(implementation, gradient=True) == "ragged_dot":
-        return jax.lax.ragged_dot_general(
-            _within(x_NE, sizes_X),
-            dy_NF,
-            sizes_X,
-            _OF_GROUPS,
-            preferred_element_type=x_NE.dtype,
-        )
     N, wide = len(x_NE), jnp.promote_types(x_NE.dtype, jnp.float32)
     # XLA's CPU backend copies the first operand of such a product in transposed order. So the
     # smaller operand comes first there, and the sums are transposed at the end.

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.experts.dispatches import DISPATCHES
+from lmlib.models.experts.grouped import IMPLEMENTATIONS
 from lmlib.models.experts.mlps import GatedExperts
 from lmlib.models.experts.rounds import KEPT, Settings, best_dispatch, mix_experts
 from lmlib.models.experts.router import Router
@@ -72,8 +73,15 @@ class Mixture(Part):
         with jax.named_scope("experts"):
             top = self.router.top
             dispatch = best_dispatch(top) if compute.dispatch == "auto" else compute.dispatch
-            experts, room = self.router.experts, compute.expert_room
-            settings = Settings(experts, dispatch, room, compute.residual, in_a_stage())
+            settings = Settings(
+                self.router.experts,
+                dispatch,
+                compute.expert_room,
+                compute.residual,
+                compute.grouped,
+                in_a_stage(),
+                compute.expert_parts,
+            )
             y_BSE, computed_BS = mix_experts(
                 settings, self.experts, x_BSE, routing.choices_BSK, routing.shares_BSK
             )
@@ -104,11 +112,9 @@ class Mixture(Part):
         return active + product_flops(self.router) + product_flops(self.shared)
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        known = ("auto", *DISPATCHES)
-        if compute.dispatch not in known:
-            raise ValueError(
-                f"dispatch must be one of {', '.join(known)}, got {compute.dispatch!r}"
-            )
+        for name, methods in (("dispatch", DISPATCHES), ("grouped", IMPLEMENTATIONS)):
+            if (value := getattr(compute, name)) not in (known := ("auto", *methods)):
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if compute.precision("mlp") is not None:
             raise ValueError(
                 f"quantized has mlp={compute.precision('mlp')!r}: products of experts are not "

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.experts.grouped import grouped_product
+from lmlib.models.experts.grouped import Groups, grouped_product, grouped_products
 from lmlib.models.weights import fan_in, fill, weight, zeros
 from lmlib.parallel.collectives import axis_index
 from lmlib.parallel.layout import mesh_axes_for
@@ -73,18 +73,18 @@ class GatedExperts(eqx.Module):
         fill(self, key, absent, embed=embed, mlp=mlp, experts=experts)
 
     def products(
-        self, rows_CE: Float[Array, "c embed"], sizes_X: Int32[Array, "x"]
+        self, rows_CE: Float[Array, "c embed"], groups: Groups
     ) -> tuple[Float[Array, "c mlp"], ...]:
         """See `lmlib.models.experts.rounds.mix_experts`."""
-        gate_CF = grouped_product(rows_CE, self.gate, sizes_X)
-        up_CF = grouped_product(rows_CE, self.up, sizes_X)
+        gate_CF, up_CF = grouped_products(rows_CE, (self.gate, self.up), groups)
+        sizes_X = groups.sizes_X
         return _biased(gate_CF, self.gate_bias, sizes_X), _biased(up_CF, self.up_bias, sizes_X)
 
     def outputs(
         self,
         products_CF: tuple[Float[Array, "c mlp"], ...],
         shares_C: Float[Array, "c"],
-        sizes_X: Int32[Array, "x"],
+        groups: Groups,
     ) -> Float[Array, "c embed"]:
         """See `lmlib.models.experts.rounds.mix_experts`.
 
@@ -93,10 +93,10 @@ class GatedExperts(eqx.Module):
         shares_C1 = shares_C[:, None]
         hidden_CF = self.gated(*products_CF)
         hidden_CF = (hidden_CF * shares_C1).astype(hidden_CF.dtype)
-        y_CE = grouped_product(hidden_CF, self.down, sizes_X)
+        y_CE = grouped_product(hidden_CF, self.down, groups)
         if self.down_bias is None:
             return y_CE
-        bias_CE = _of_rows(self.down_bias, sizes_X, len(y_CE)) * shares_C1
+        bias_CE = _of_rows(self.down_bias, groups.sizes_X, len(y_CE)) * shares_C1
         # Each device along `tensor` computes a partial sum; only the first adds the bias.
         bias_CE = jnp.where(axis_index(mesh_axes_for("mlp")) == 0, bias_CE, 0)
         return y_CE + bias_CE.astype(y_CE.dtype)
@@ -108,5 +108,5 @@ def _biased(y_CF: Array, bias_XF: Array | None, sizes_X: Array) -> Array:
 
 def _of_rows(bias_XF: Array, sizes_X: Array, rows: int) -> Array:
     """Returns the bias of each row's expert."""
-    experts_C = jnp.searchsorted(jnp.cumsum(sizes_X), jnp.arange(rows), side="right")
+    experts_C = jnp.sum(jnp.cumsum(sizes_X) <= jnp.arange(rows)[:, None], axis=1)
     return jnp.take(bias_XF, experts_C, axis=0, mode="clip")

@@ -1,8 +1,9 @@
 """Moves tokens to experts and back on every device, with a custom backward pass.
 
 Each device computes its own experts on the rows that a `Dispatch` brings, C at a time. If uneven
-routing brings more rows to a device, they are computed in further rounds, with the same result and
-memory. The first round's activations can be saved by name; other rounds are recomputed.
+routing brings more rows to a device, they are computed in further rounds, in the same memory. Each
+round's weight gradients, and on GPUs its sums of tokens, have the compute dtype. The first round's
+activations can be saved by name; other rounds are recomputed.
 
 Shapes: B batch, S sequence, E embed, K choices of a token, n = B · S tokens of a device, C rows of
 a round, F mlp.
@@ -10,7 +11,7 @@ a round, F mlp.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.experts.dispatches import DISPATCHES, Dispatch, Gathered
+from lmlib.models.experts.grouped import Groups
 from lmlib.parallel.collectives import devices_along, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import mesh_axes_for, mesh_axes_of, named, partition
 from lmlib.parallel.matrix import is_matrix
@@ -35,13 +37,16 @@ class Settings(NamedTuple):
     """Settings of the dispatch of tokens to experts.
 
     `room` is the number of rows in a device's buffer, as a multiple of its rows under even routing.
+    One of `parts` of the device's rows (B) is sent while another is computed.
     """
 
     experts: int
     dispatch: str
     room: float
     residual: str
+    grouped: str = "auto"
     in_a_stage: bool = False
+    parts: int = 1
 
     def movement(self, choices_BSK: Array) -> Dispatch:
         choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))
@@ -49,6 +54,9 @@ class Settings(NamedTuple):
         make = Gathered if alone else DISPATCHES[self.dispatch]
         movement: Dispatch = make(choices_nK, self.experts, self.room, mesh_axes_for("experts"))
         return movement
+
+    def groups(self, move: Dispatch, round: Array | int) -> Groups:
+        return Groups(move.sizes(round), self.grouped)
 
 
 def best_dispatch(choices: int) -> str:
@@ -67,8 +75,8 @@ def mix_experts(
     """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
 
     `experts` is a pytree of weights whose first axis is split along `expert`, with two methods:
-    `products(rows_CE, sizes_X)`, each [C, F], linear in rows and weights, and `outputs(products_CF,
-    shares_C, sizes_X)`, a partial sum along `tensor`. The result has the layout
+    `products(rows_CE, groups)`, each [C, F], linear in rows and weights, and `outputs(products_CF,
+    shares_C, groups)`, a partial sum along `tensor`. The result has the layout
     `settings.residual`.
 
     Backward: if x was replicated or the weights were gathered along an axis, their gradients stay
@@ -93,14 +101,19 @@ mix_experts.defvjp(_forward, _backward)
 def _computed(
     settings: Settings, experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array
 ) -> tuple[tuple[Array, Array], Any]:
-    def on_device(experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array) -> Any:
+    def on_device(experts: Any, *of_tokens: Array) -> Any:
+        parts = [of_part(experts, *each) for each in _split(settings, of_tokens)]
+        y, computed, rows_CE, products_CF = zip(*parts, strict=True)
+        return jnp.concatenate(y), jnp.concatenate(computed), rows_CE, products_CF
+
+    def of_part(experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array) -> Any:
         move, (sent, sent_shares) = _moved(settings, choices_BSK, x_BSE, shares_BSK)
 
         def one(round: Array | int) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-            rows_CE, sizes_X = move.rows(sent, round), move.sizes(round)
-            products_CF = experts.products(rows_CE, sizes_X)
+            rows_CE, groups = move.rows(sent, round), settings.groups(move, round)
+            products_CF = experts.products(rows_CE, groups)
             shares_C = move.rows(sent_shares, round, of_pairs=True)
-            made_CE = experts.outputs(products_CF, shares_C, sizes_X)
+            made_CE = experts.outputs(products_CF, shares_C, groups)
             computed = jnp.mean(move.computed(round), axis=-1, dtype=jnp.float32)
             return move.back(made_CE, round), computed, rows_CE, products_CF
 
@@ -120,8 +133,8 @@ def _computed(
         outputs=(partition(settings.residual), partition("batch seq"), *_rows_layouts()),
         tracked=False,
     )(experts, x_BSE, choices_BSK, shares_BSK)
-    rows_CE = checkpoint_name(rows_CE, KEPT[0])
-    products_CF = tuple(map(checkpoint_name, products_CF, KEPT[1:]))
+    rows_CE = tuple(checkpoint_name(each, KEPT[0]) for each in rows_CE)
+    products_CF = tuple(tuple(map(checkpoint_name, each, KEPT[1:])) for each in products_CF)
     saved = experts, x_BSE, choices_BSK, shares_BSK, rows_CE, products_CF
     return (y_BSE, computed_BS), saved
 
@@ -135,7 +148,18 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
     weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
 
     def on_device(experts: Any, *given: Any) -> Any:
-        x_BSE, choices_BSK, shares_BSK, rows_CE, products_CF, dy_BSE = given
+        *of_tokens, rows_CE, products_CF, dy_BSE = given
+        of_parts = zip(_split(settings, (*of_tokens, dy_BSE)), rows_CE, products_CF, strict=True)
+        parts = [of_part(experts, *each) for each in of_parts]
+        dw, dx, dshares = zip(*parts, strict=True)
+        dw = functools.reduce(functools.partial(jax.tree.map, jnp.add), dw)
+        dw = jax.tree.map(_summed, dw, lying, weights_gathered)
+        over = {*names_of(mesh_axes_for("mlp"))}
+        dx_BSE = psum(jnp.concatenate(dx), tuple(over - x_shared))
+        return dw, dx_BSE, psum(jnp.concatenate(dshares), tuple(over))
+
+    def of_part(experts: Any, of_tokens: Any, rows_CE: Array, products_CF: Any) -> Any:
+        x_BSE, choices_BSK, shares_BSK, dy_BSE = of_tokens
         move, (sent, sent_shares, sent_dy) = _moved(
             settings, choices_BSK, x_BSE, shares_BSK, dy_BSE
         )
@@ -143,15 +167,15 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
         whole = functools.partial(eqx.combine, still)
 
         def one(round: Array | int, rows_CE: Array, products_CF: tuple[Array, ...]) -> Any:
-            sizes_X, dy_CE = move.sizes(round), move.rows(sent_dy, round)
+            groups, dy_CE = settings.groups(move, round), move.rows(sent_dy, round)
             shares_C = move.rows(sent_shares, round, of_pairs=True)
             _, back = jax.vjp(
-                lambda learning, *parts: whole(learning).outputs(*parts, sizes_X),
+                lambda learning, *parts: whole(learning).outputs(*parts, groups),
                 learning, products_CF, shares_C,
             )  # fmt: skip
             dw_of_outputs, dproducts_CF, dshares_C = back(dy_CE)
             _, back = jax.vjp(
-                lambda learning, *parts: whole(learning).products(*parts, sizes_X),
+                lambda learning, *parts: whole(learning).products(*parts, groups),
                 learning, rows_CE,
             )  # fmt: skip
             dw_of_products, dx_CE = back(dproducts_CF)
@@ -160,15 +184,11 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
 
         def again(round: Array) -> Any:
             rows_CE = move.rows(sent, round)
-            return one(round, rows_CE, experts.products(rows_CE, move.sizes(round)))
+            return one(round, rows_CE, experts.products(rows_CE, settings.groups(move, round)))
 
         dw, dx, dshares = _further(move, again, one(0, rows_CE, products_CF))
-        dw = jax.tree.map(_summed, dw, lying, weights_gathered)
         dx_BSE = jnp.reshape(move.combine(dx.astype(x_BSE.dtype)), x_BSE.shape)
-        dshares_BSK = jnp.reshape(move.combine(dshares), shares_BSK.shape)
-        over = {*names_of(mesh_axes_for("mlp"))}
-        dx_BSE = psum(dx_BSE, tuple(over - x_shared))
-        return dw, dx_BSE, psum(dshares_BSK, tuple(over))
+        return dw, dx_BSE, jnp.reshape(move.combine(dshares), shares_BSK.shape)
 
     layouts, tokens, pairs = _layouts(experts), partition(_TOKENS), partition(_PAIRS)
     lying = jax.tree.map(_split_along, eqx.filter(experts, learns))
@@ -193,6 +213,12 @@ def _rows_layouts() -> tuple[PartitionSpec, PartitionSpec]:
     return PartitionSpec(named(TOKENS), None), PartitionSpec(named(TOKENS), mesh_axes_for("mlp"))
 
 
+def _split(settings: Settings, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+    """Splits a device's rows (B, …) into `settings.parts` parts, or leaves them together."""
+    parts = 1 if len(arrays[0]) % settings.parts else settings.parts
+    return [*zip(*(jnp.split(each, parts) for each in arrays), strict=True)]
+
+
 def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:
     """Returns the device's movement, and the arrays of shape (B, S, …) prepared by `sent`."""
     move = settings.movement(choices_BSK)
@@ -201,7 +227,7 @@ def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[A
 
 
 def _further(move: Dispatch, one: Callable[[Array], Any], sums: Any) -> Any:
-    """Adds the results of all further rounds to `sums`, those of the first round."""
+    """Adds the results of all further rounds to `sums`, the first round's results."""
     if isinstance(move.rounds, int):
         return sums
     with jax.named_scope(FURTHER_ROUNDS):

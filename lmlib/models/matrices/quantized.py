@@ -3,13 +3,15 @@
     precision  operands                     sums     largest value
     int8       x, w and dy are int8         int32    127
     float8     x and w e4m3, dy e5m2        float32  448 and 57,344
+    mxfp8      in blocks of 32, `lmlib.models.matrices.mxfp8`
 
 Sources: github.com/google/aqt; SwitchBack: Wortsman et al. 2023, arXiv:2304.13013; the float8
 formats: Micikevicius et al. 2022, arXiv:2209.05433.
 
 Each slice of an operand that is summed over gets its own scale, computed from its largest absolute
-value in every step. Rounding to the nearest value · scale is off by at most scale / 2 in int8,
-2^-4 of the element or 2^-10 · scale in e4m3, and 2^-3 of it or 2^-17 · scale in e5m2.
+value in every step, and in float8 rounded up to a power of two. Rounding to the nearest value ·
+scale is off by at most scale / 2 in int8, 2^-4 of the element or 2^-10 · scale in e4m3, and 2^-3 of
+it or 2^-17 · scale in e5m2.
 
 In the backward pass, rounding counts as the identity (straight-through: Bengio et al. 2013,
 arXiv:1308.3432). dx = dy wᵀ is also a product in 8 bits. dw = xᵀ dy is computed from the unrounded
@@ -37,18 +39,42 @@ FORMATS = {
     "int8": Formats(jnp.int8, jnp.int8),
     "float8": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
+PRECISIONS = (*FORMATS, "mxfp8")
 KINDS = ("projections", "mlp")  # kinds of products, as `Compute.quantized` names them
 
 
 def check_quantized(quantized: Mapping[str, str]) -> None:
-    """Raises ValueError for an unknown kind of product, or a precision that is not in `FORMATS`."""
+    """Raises ValueError for an unknown kind of product, or one that is not in `PRECISIONS`."""
     for kind, precision in quantized.items():
         if kind not in KINDS:
             raise ValueError(f"quantized names {kind!r}; it may name {' and '.join(KINDS)}")
-        if precision not in FORMATS:
+        if precision not in PRECISIONS:
             raise ValueError(
-                f"quantized[{kind!r}] must be one of {', '.join(FORMATS)}, got {precision!r}"
+                f"quantized[{kind!r}] must be one of {', '.join(PRECISIONS)}, got {precision!r}"
             )
+
+
+def quantized_product(
+    equation: str,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    precision: str,
+    out_sharding: PartitionSpec | None,
+    result: str,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` in a precision of `PRECISIONS`; `result` is "y", or "dx" or "dw" of a gradient.
+
+    The operands of "dw" are rounded in mxfp8 only.
+    """
+    if precision == "mxfp8":
+        from lmlib.models.matrices.mxfp8 import block_scaled_product
+
+        return block_scaled_product(equation, a, b, out_sharding)
+    if result == "dw":
+        return jnp.einsum(equation, a, b, out_sharding=out_sharding)
+    formats = FORMATS[precision]
+    first = formats.arriving if result == "dx" else formats.forward
+    return rounded_product(equation, a, b, (first, formats.forward), out_sharding)
 
 
 def rounded_product(
@@ -61,13 +87,16 @@ def rounded_product(
     """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype.
 
     Each summed axis must be in both operands, and no axis in both operands and the result. If the
-    summed axes are split, the sums are sent in 32 bits.
+    summed axes are split, the sums are sent in 32 bits, or in bfloat16 for float8 of that dtype.
     """
     operands, y_axes = equation.split("->")
     a_axes, b_axes = operands.split(",")
     a_values, a_scale = rounded(_plain(a), _places_not_in(y_axes, a_axes), formats[0])
     b_values, b_scale = rounded(_plain(b), _places_not_in(y_axes, b_axes), formats[1])
-    wide = jnp.int32 if jnp.issubdtype(a_values.dtype, jnp.integer) else jnp.float32
+    # Scales that are powers of two multiply sums in bfloat16 exactly.
+    wide = jnp.bfloat16 if a.dtype == jnp.bfloat16 else jnp.float32
+    if jnp.issubdtype(a_values.dtype, jnp.integer):
+        wide = jnp.int32
     sums = jnp.einsum(
         equation, a_values, b_values, preferred_element_type=wide, out_sharding=out_sharding
     )
@@ -89,8 +118,12 @@ def rounded(
     limit = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
-    scale = jnp.maximum(largest / limit, jnp.finfo(jnp.float32).tiny)
-    values = jnp.round(wide / scale) if integer else wide / scale
+    scale = largest / limit
+    if not integer:  # the next power of two: adds to the exponent unless all other bits are zero
+        bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+        scale = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    values = jnp.round(wide / scale) if integer else wide * (1 / scale)
     return values.astype(dtype), scale
 
 

@@ -32,7 +32,7 @@ SHARED = functools.partial(jax.random.normal, dtype=jnp.float64)
 
 
 def routings(top):
-    """Choices of `top` different experts for each token, by what is hard about them."""
+    """Returns choices of `top` different experts for each token, in easy and hard cases."""
     rng = np.random.default_rng(top)
     any_of = np.array([rng.permutation(X)[:top] for _ in range(B * S)])
     alike = np.tile((3 + np.arange(top)) % X, (B * S, 1))
@@ -55,7 +55,7 @@ def arrays(top):
 
 
 def plain_loop(experts, x, shares, choices):
-    """Each expert computes all tokens; its output counts for those that chose it."""
+    """Each expert computes all tokens; its output counts for tokens that chose it."""
     y = jnp.zeros_like(x)
     for expert in range(X):
         gate = x @ experts.gate[expert] + experts.gate_bias[expert]
@@ -80,14 +80,14 @@ def expected(top, case):
 
 
 @functools.cache
-def program(mesh_name, dispatch, room, sequence_parallel):
+def program(mesh_name, dispatch, room, sequence_parallel, grouped="auto", parts=1):
     """y, its gradients, and the shares of choices that were computed."""
     mesh = make_mesh(**MESHES[mesh_name])
     residual = "batch seq_parallel embed" if sequence_parallel else "batch seq embed"
 
     def forward(experts, x_BSE, shares_BSK, choices_BSK):
-        experts, x_BSE = gather(experts, "float64"), replicate_for_tp(x_BSE, "batch seq embed")
-        settings = Settings(X, dispatch, room, residual)
+        experts, x_BSE = gather(experts, x_BSE.dtype), replicate_for_tp(x_BSE, "batch seq embed")
+        settings = Settings(X, dispatch, room, residual, grouped, parts=parts)
         return mix_experts(settings, experts, x_BSE, choices_BSK, shares_BSK)
 
     def run(experts, x_BSE, shares_BSK, choices_BSK, dy_BSE):
@@ -126,20 +126,51 @@ SHOWN = "2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False
 AT_EACH_LANDING = "2 expert", "exchange", 1.5, 2, False
 
 
+def assert_a_loop_over_experts(run, top, tolerances, dtype=np.float64):
+    experts, *given, dy = jax.tree.map(lambda x: x.astype(dtype), arrays(top))
+    for case, choices in routings(top).items():
+        y, gradients, computed = run(experts, *given, choices, dy)
+        np.testing.assert_array_equal(computed, 1, err_msg=case)
+        wanted_y, wanted = expected(top, case)
+        np.testing.assert_allclose(y, wanted_y, *tolerances, err_msg=case)
+        paths = jax.tree.leaves_with_path(wanted)
+        for (path, theirs), ours in zip(paths, jax.tree.leaves(gradients), strict=True):
+            name = case + jax.tree_util.keystr(path)
+            np.testing.assert_allclose(ours, theirs, *tolerances, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("mesh", "dispatch", "room", "top", "sequence_parallel"),
     sentinels(CASES, SHOWN.__eq__, landing=AT_EACH_LANDING.__eq__),
 )
 def test_it_is_a_loop_over_experts(mesh, dispatch, room, top, sequence_parallel):
     with jax.enable_x64(True):
-        experts, x, shares, dy = arrays(top)
         run = program(mesh, dispatch, room, sequence_parallel)
-        for case, choices in routings(top).items():
-            y, gradients, computed = run(experts, x, shares, choices, dy)
-            np.testing.assert_array_equal(computed, 1, err_msg=case)
-            wanted_y, wanted = expected(top, case)
-            np.testing.assert_allclose(y, wanted_y, rtol=1e-10, atol=1e-12, err_msg=case)
-            paths = jax.tree.leaves_with_path(wanted)
-            for (path, theirs), ours in zip(paths, jax.tree.leaves(gradients), strict=True):
-                name = case + jax.tree_util.keystr(path)
-                np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12, err_msg=name)
+        assert_a_loop_over_experts(run, top, (1e-10, 1e-12))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch", "sequence_parallel"),
+    [
+        pytest.param("2 expert", "exchange", False, marks=pytest.mark.landing),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("1", "gather", False),
+                ("8 expert", "exchange", False),  # one row on each device, which stays whole
+                ("2 fsdp, 2 expert, 2 tensor", "exchange", True),
+                ("2 expert, 2 context, 2 tensor", "gather", False),
+            ]
+        ),
+    ],
+)
+def test_it_is_a_loop_over_experts_in_parts_too(mesh, dispatch, sequence_parallel):
+    with jax.enable_x64(True):
+        run = program(mesh, dispatch, 1.0, sequence_parallel, parts=2)
+        assert_a_loop_over_experts(run, 2, (1e-10, 1e-12))
+
+
+@pytest.mark.landing
+def test_triton_kernels_make_it_too():
+    run = program(*SHOWN[:3], False, "triton")
+    assert_a_loop_over_experts(run, 2, (1e-4, 1e-4), np.float32)

@@ -1,4 +1,4 @@
-"""Which experts tokens go to, with which shares, against NumPy; what is reported and corrected."""
+"""Choices of experts, shares, reports and corrections, against NumPy."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def test_the_highest_scores_are_chosen_and_are_the_shares(scores, function, norm
 
 
 def test_normalised_shares_are_the_softmax_of_the_chosen_logits():
-    """As Mixtral and gpt-oss have it."""
+    """Mixtral and gpt-oss have this order."""
     _, routing, z = routed()
     chosen = np.take_along_axis(z, np.asarray(routing.choices_BSK), -1)
     assert_allclose(routing.shares_BSK, softmax(chosen), rtol=1e-5)

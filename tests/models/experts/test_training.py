@@ -1,5 +1,5 @@
 """A model with experts trains on every mesh as on one device, resumes bit for bit, and its router
-is kept in balance exactly, whatever the microbatches."""
+is kept in balance exactly, for any microbatches."""
 
 import functools
 
@@ -112,7 +112,7 @@ def test_flops_are_those_of_active_experts():
 
 @pytest.mark.slow
 def test_a_model_balanced_over_batches_leaves_as_one_that_routes_alike(tmp_path):
-    """How full experts were stays out of folders."""
+    """Folders do not contain how full experts were."""
 
     def mixture(balance):
         router = functools.partial(Router, balance=balance)

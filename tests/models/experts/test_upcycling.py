@@ -1,4 +1,4 @@
-"""An upcycled model computes what the dense one does, of copies of its mlps."""
+"""An upcycled model has copies of the dense one's MLPs, and computes the same."""
 
 import functools
 
