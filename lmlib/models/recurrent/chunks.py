@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lmlib.models.recurrent.triangles import Sums, decayed_products, unit_inverse
+from lmlib.parallel.collectives import platform
 
 # Tokens of a device whose chunks are computed at once; the backward pass recomputes them.
 _SPAN = 4_096
@@ -59,12 +60,17 @@ def scanned(
     tokens: Tokens, before_B: Int[Array, "b"], state_BGKRV: Float[Array, "b g k r v"], chunk: int
 ) -> tuple[Float[Array, "b s g r v"], Float[Array, "b g k r v"]]:
     """The outputs, and the state after the tokens; `before_B` is the segment before them."""
+    if platform() == "cuda":
+        from lmlib.models.recurrent import triton_chunks  # needs Pallas's part for GPUs
+
+        if triton_chunks.fits(tokens):
+            return triton_chunks.scanned(tokens, before_B, state_BGKRV, chunk)
     B, S = tokens.segments_BS.shape
     length = 1 << (min(chunk, S) - 1).bit_length()
     chunks = -(-S // length)
     span = min(max(_SPAN // (B * length), 1), chunks)
     spans = -(-chunks // span)
-    tokens = _padded(tokens, spans * span * length - S)
+    tokens = padded(tokens, spans * span * length - S)
     before_BS = jnp.concatenate((before_B[:, None], tokens.segments_BS[:, :-1]), axis=1)
 
     def of_span(state_BGKRV: Array, span: tuple[Tokens, Array]) -> tuple[Array, Array]:
@@ -82,16 +88,16 @@ def scanned(
     return y_BSGRV[:, :S], end_BGKRV
 
 
-def _padded(tokens: Tokens, tail: int) -> Tokens:
+def padded(tokens: Tokens, tail: int) -> Tokens:
     """`tokens` and `tail` more, which change no state."""
 
-    def padded(x_BS: Array, mode: str = "constant") -> Array:
+    def longer(x_BS: Array, mode: str = "constant") -> Array:
         return jnp.pad(x_BS, ((0, 0), (0, tail), *((0, 0),) * (x_BS.ndim - 2)), mode)
 
     if not tail:
         return tokens
-    segments_BS = padded(tokens.segments_BS, "edge")
-    return jax.tree.map(padded, tokens)._replace(segments_BS=segments_BS)
+    segments_BS = longer(tokens.segments_BS, "edge")
+    return jax.tree.map(longer, tokens)._replace(segments_BS=segments_BS)
 
 
 def affine_map(tokens: Tokens, before_B: Int[Array, "b"], chunk: int) -> tuple[Array, Array]:
@@ -104,7 +110,7 @@ def affine_map(tokens: Tokens, before_B: Int[Array, "b"], chunk: int) -> tuple[A
         total_BGDR = jnp.exp(jnp.sum(tokens.log_decay_BSGRD, axis=1)).swapaxes(2, 3)
         continues_B = tokens.segments_BS[:, -1] == before_B
         return jnp.where(continues_B[:, None, None, None], total_BGDR, 0), end_BGKRV
-    # The columns of the identity follow those of the state.
+    # The identity's columns follow the state's.
     identity_BGKRK = jnp.broadcast_to(jnp.eye(K, dtype=wide)[:, None], (B, G, K, R, K))
     start = jnp.concatenate((zeros_BGKRV, identity_BGKRK), axis=-1)
     nothing = jnp.zeros((*tokens.v_BSGRV.shape[:-1], K), tokens.v_BSGRV.dtype)
@@ -149,7 +155,7 @@ def _in_chunks(tokens: Tokens, before_BS: Int[Array, "b s"], length: int) -> Chu
             _for_heads(heads, _product("nbglk,nbgmk->nbglm", x, k_NBGLK))
             for x in (q_NBGLK, k_NBGLK)
         )
-        # A token's own decay is no difference: its factor is exactly 1.
+        # A token does not decay itself: its factor is exactly 1, not a rounded difference.
         pairs_NBGRLL = query_pairs * (decay_NBGRLL + diagonal_LL)
         lower_NBGRLL = key_pairs * decay_NBGRLL
         from_start = jnp.exp(sums.total()).swapaxes(-1, -2)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from lmlib.models.forward_context import ForwardContext
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along, shard_map
@@ -33,25 +33,49 @@ def causal_convolution(
       window_BW: the W - 1 tokens before the first one, in generation; zeros at first.
     """
     before = filter_W.shape[-1] - 1
-    layout, rows = PartitionSpec(), PartitionSpec()
-    if not jax.sharding.get_abstract_mesh().empty:
-        rows = partition("batch seq")
-        layout = PartitionSpec(*rows, *jax.typeof(x_BS).sharding.spec[2:])
-    earlier = shard_map(
-        functools.partial(_earlier, before=before, order=context.order),
-        inputs=(layout, rows, PartitionSpec(rows[0], None, *layout[2:]) if rows else rows),
-        outputs=(layout,) * before,
-    )(x_BS, context.segment_ids_BS, window_BW)
+    earlier = earlier_tokens(x_BS, before, context, window_BW)
     wide = jnp.promote_types(x_BS.dtype, jnp.float32)
     total = x_BS * filter_W[..., -1].astype(wide)
     for j, x_before_BS in enumerate(earlier, start=1):
         total += x_before_BS * filter_W[..., before - j].astype(wide)
-    if window_BW is not None:
-        counted_B = jnp.sum(context.positions_BS >= 0, axis=1)
-        at = (counted_B[:, None] + jnp.arange(before)).reshape(-1, before, *(1,) * (x_BS.ndim - 2))
-        whole = jnp.concatenate((window_BW, x_BS.astype(window_BW.dtype)), axis=1)
-        window_BW = jnp.take_along_axis(whole, at, axis=1)
-    return total.astype(x_BS.dtype), window_BW
+    return total.astype(x_BS.dtype), moved_window(window_BW, x_BS, context)
+
+
+def earlier_tokens(
+    x_BS: Shaped[Array, "b s ..."],
+    before: int,
+    context: ForwardContext,
+    window_BW: Shaped[Array, "b before ..."] | None = None,
+) -> tuple[Shaped[Array, "b s ..."], ...]:
+    """The values 1, 2, … `before` tokens earlier in the same document; zeros where it has none.
+
+    The arguments, the exchange between devices and the error are as in `causal_convolution`.
+    """
+    layout, rows = PartitionSpec(), PartitionSpec()
+    if not jax.sharding.get_abstract_mesh().empty:
+        rows = partition("batch seq")
+        layout = PartitionSpec(*rows, *jax.typeof(x_BS).sharding.spec.partitions[2:])
+    found: tuple[Array, ...] = shard_map(
+        functools.partial(_earlier, before=before, order=context.order),
+        inputs=(layout, rows, PartitionSpec(rows[0], None, *layout[2:]) if rows else rows),
+        outputs=(layout,) * before,
+    )(x_BS, context.segment_ids_BS, window_BW)
+    return found
+
+
+def moved_window(
+    window_BW: Shaped[Array, "b before ..."] | None,
+    x_BS: Shaped[Array, "b s ..."],
+    context: ForwardContext,
+) -> Shaped[Array, "b before ..."] | None:
+    """The window after the tokens of a call; `None` if there was none."""
+    if window_BW is None:
+        return None
+    before = window_BW.shape[1]
+    counted_B = jnp.sum(context.positions_BS >= 0, axis=1)
+    at = (counted_B[:, None] + jnp.arange(before)).reshape(-1, before, *(1,) * (x_BS.ndim - 2))
+    whole = jnp.concatenate((window_BW, x_BS.astype(window_BW.dtype)), axis=1)
+    return jnp.take_along_axis(whole, at, axis=1)
 
 
 def _earlier(

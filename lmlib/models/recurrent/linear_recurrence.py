@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.recurrent.chunks import Tokens, affine_map, applied, one_token, scanned
-from lmlib.parallel.collectives import all_gather, axis_index, devices_along, shard_map
+from lmlib.parallel.collectives import all_gather, axis_index, devices_along, platform, shard_map
 from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard, whole_place
 from lmlib.parallel.mesh_axes import MeshAxes, names_of
 from lmlib.row_order import pieces_of_devices
@@ -34,7 +34,8 @@ def linear_recurrence(
     S_t = a_t S_{t-1} + k_t v_tᵀ, or with the delta rule, if there are rates `beta`:
     S_t = a_t S_{t-1} + β_t k_t (v_t - k_tᵀ a_t S_{t-1})ᵀ (arXiv:2412.06464, eq. 10), where
     a_t = exp(log_decay) is a factor of each head, or of each key channel. The state is zero at the
-    start of each document. Padding, at negative positions, changes no state.
+    start of each document. Padding, at negative positions at the end of a row, changes no state.
+    A value that is not finite reaches the other documents of its row, as with attention.
 
     `context.compute.recurrent_chunk` tokens at a time are products of matrices; only the inputs are
     kept for the backward pass. Devices that share a row exchange the states of its pieces.
@@ -110,17 +111,37 @@ def _on_a_device(
     state_BGKRV = state_BHKV.reshape(B, G, R, K, V).swapaxes(2, 3)
     mesh_axes = mesh_axes_for("seq")
     if devices_along(mesh_axes) > 1:
-        y_BSGRV, state_BGKRV = _of_pieces(tokens, state_BGKRV, chunk, order, mesh_axes)
+        y_BSGRV, state_BGKRV = _of_pieces(tokens, counts_BS, state_BGKRV, chunk, order, mesh_axes)
     elif S == 1:
         y_BSGRV, state_BGKRV = one_token(tokens, state_BGKRV)
     else:
         y_BSGRV, state_BGKRV = scanned(tokens, segments_BS[:, 0], state_BGKRV, chunk)
+    if platform() == "cpu":
+        y_BSGRV = _with_gradient_in_memory(y_BSGRV)
     return y_BSGRV.reshape(B, S, H, V), state_BGKRV.swapaxes(2, 3).reshape(B, H, K, V)
 
 
+@jax.custom_vjp
+def _with_gradient_in_memory(y: Array) -> Array:
+    """`y`, whose gradient XLA's CPU backend computes once and not again, strided, in each copy.
+
+    It fuses nothing with a branch. Both branches have the same values.
+    """
+    return y
+
+
+def _in_memory(_: None, d_y: Array) -> tuple[Array]:
+    is_none = jnp.isnan(d_y.reshape(-1)[0])
+    return (jax.lax.cond(is_none, lambda d: jnp.where(d == d, d, jnp.nan), lambda d: d, d_y),)
+
+
+_with_gradient_in_memory.defvjp(lambda y: (y, None), _in_memory)
+
+
 def _of_pieces(
-    tokens: Tokens, state_BGKRV: Array, chunk: int, order: str, mesh_axes: MeshAxes
-) -> tuple[Array, Array]:
+    tokens: Tokens, counts_BS: Array, state_BGKRV: Array, chunk: int, order: str,
+    mesh_axes: MeshAxes,
+) -> tuple[Array, Array]:  # fmt: skip
     """The outputs of this device's pieces of each row, and the state after the row.
 
     The state after a piece is an affine map of the state before it: A state + b. Devices exchange
@@ -135,10 +156,17 @@ def _of_pieces(
         """Gathers the values of all pieces of the row."""
         return all_gather(x_BM, mesh_axes, axis=1)[:, np.argsort(pieces_CM.reshape(-1))]
 
-    tokens = jax.tree.map(lambda x: x.reshape(B * M, S // M, *x.shape[2:]), tokens)
     segments_BMP = tokens.segments_BS.reshape(B, M, -1)
     ends_BC = in_row_order(segments_BMP[..., -1])
+    # A piece of padding alone continues the last document of the row.
+    any_BM = jnp.any(counts_BS.reshape(B, M, -1), axis=2)
+    last_B1 = jnp.sum(in_row_order(any_BM), axis=1, keepdims=True) - 1
+    end_B1 = jnp.take_along_axis(ends_BC, jnp.maximum(last_B1, 0), axis=1)
+    ends_BC = jnp.where(jnp.arange(ends_BC.shape[1]) > last_B1, end_B1, ends_BC)
+    segments_BMP = jnp.where(any_BM[..., None], segments_BMP, end_B1[..., None])
     before_BM = jnp.where(own_M == 0, segments_BMP[..., 0], ends_BC[:, own_M - 1])
+    tokens = tokens._replace(segments_BS=segments_BMP.reshape(B, S))
+    tokens = jax.tree.map(lambda x: x.reshape(B * M, S // M, *x.shape[2:]), tokens)
     before_BM = before_BM.reshape(-1)
     of_row = (
         jnp.moveaxis(in_row_order(x.reshape(B, M, *x.shape[1:])), 1, 0)

@@ -14,15 +14,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from lmlib.parallel.collectives import platform
+
 _EXACT = jax.lax.Precision.HIGHEST
-_LEAST = -1e3  # of a logarithm of a decay; its exponential is zero
+_LEAST = -128.0  # of a logarithm of a decay; its exponential is zero in float32
+_PER_UNIT = 256.0  # so that sums over 512 tokens are exact in float32
 
 
 class Sums(NamedTuple):
     """The logarithm of the decay from the start to each token, in two summands.
 
-    The first are whole numbers, whose differences are exact: so a strong decay takes no digits of a
-    weak one.
+    The first are multiples of 1/256, whose differences are exact: so a strong decay takes no digits
+    of a weak one.
     """
 
     whole: Float[Array, "..."]
@@ -31,7 +34,7 @@ class Sums(NamedTuple):
     @classmethod
     def along(cls, log_decay: Float[Array, "..."], axis: int) -> "Sums":
         log_decay = jnp.maximum(log_decay, _LEAST)
-        whole = jax.lax.stop_gradient(jnp.round(log_decay))
+        whole = jax.lax.stop_gradient(jnp.round(log_decay * _PER_UNIT) / _PER_UNIT)
         return cls(jnp.cumsum(whole, axis), jnp.cumsum(log_decay - whole, axis))
 
     def at(self, *places: Any) -> "Sums":
@@ -52,6 +55,8 @@ def unit_inverse(lower_LL: Float[Array, "... l l"]) -> Float[Array, "... l l"]:
     [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. A product of powers of A would lose
     all digits where keys are equal: its terms are binomial coefficients.
     """
+    if platform() == "tpu":
+        return _inverse_in_a_loop(lower_LL)
     *batch, L, _ = lower_LL.shape
     inverse_nss = jnp.ones((*batch, L, 1, 1), lower_LL.dtype)
     while (n := inverse_nss.shape[-3]) > 1:
@@ -59,6 +64,20 @@ def unit_inverse(lower_LL: Float[Array, "... l l"]) -> Float[Array, "... l l"]:
         below = _product(second, _product(_below(lower_LL, n // 2), first))
         inverse_nss = _of_halves(first, -below, second)
     return inverse_nss[..., 0, :, :]
+
+
+def _inverse_in_a_loop(lower_LL: Array) -> Array:
+    """The same halves in whole matrices: libtpu takes long to compile many small ones."""
+    L = lower_LL.shape[-1]
+
+    def joined(level: Array, inverse_LL: Array) -> Array:
+        half_L = jnp.arange(L) >> level
+        between_LL = (half_L[:, None] == half_L + 1) & (half_L % 2 == 0)
+        below_LL = _product(jnp.where(between_LL, lower_LL, 0), inverse_LL)
+        return inverse_LL - _product(inverse_LL, below_LL)
+
+    diagonal_LL = jnp.broadcast_to(jnp.eye(L, dtype=lower_LL.dtype), lower_LL.shape)
+    return jax.lax.fori_loop(0, L.bit_length() - 1, joined, diagonal_LL)
 
 
 def _forward(lower_LL: Array) -> tuple[Array, Array]:

@@ -78,7 +78,7 @@ def expected(part, x_SE):
 @pytest.mark.parametrize("negative", [False, True])
 def test_packed_rows_equal_the_definition_of_each_document(negative):
     part, x_BSE = layer(negative=negative), inputs()
-    positions_BS = np.tile(np.arange(13), (2, 1))  # segments alone say where documents start
+    positions_BS = np.tile(np.arange(13), (2, 1))  # only segments say where documents start
     got_BSE, _ = part(x_BSE, context(positions_BS, jnp.asarray(SEGMENTS_BS)))
     for row in range(2):
         for segment in np.unique(SEGMENTS_BS[row]):

@@ -1,6 +1,7 @@
 """The recurrence chunk by chunk, against a loop over the tokens in float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.models.forward_context import ForwardContext
-from lmlib.models.recurrent import chunks
+from lmlib.models.recurrent import chunks, triangles, triton_chunks
 from lmlib.models.recurrent.linear_recurrence import linear_recurrence
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
@@ -102,7 +103,7 @@ def positions_of(S, lengths=(99, 99)):
     return np.where(at < np.array(lengths)[:, None], at, -1).astype(np.int32)
 
 
-def check(arrays, segments, positions, chunk):
+def check(arrays, segments, positions, chunk, tolerance=TOLERANCE):
     S = arrays[0].shape[1]
     others = *cotangents(S, positions >= 0), segments, positions
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
@@ -113,10 +114,10 @@ def check(arrays, segments, positions, chunk):
         value = np.asarray(value, np.float64)
         if value.shape == (B, S, H, V):
             value, right = (x * (positions >= 0)[..., None, None] for x in (value, right))
-        assert np.abs(value - right).max() <= TOLERANCE * np.abs(right).max()
+        assert np.abs(value - right).max() <= tolerance * np.abs(right).max()
 
 
-# In the second row a document starts with the second chunk of 8 tokens, then some have one token.
+# The second row has a document that starts with a chunk of 8 tokens, and two of one token.
 SEGMENTS = np.array(
     [[0] * 9 + [3] * 14 + [4] * 14, [0] * 8 + [1, 2, 3] + [4] * 5 + [5] * 21], np.int32
 )
@@ -158,6 +159,15 @@ def test_strong_decays_take_no_digits(kind):
     check(inputs(kind, 37, strong=True), SEGMENTS * 0, positions_of(37), chunk=64)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("delta rule, decay of channels", "decay of heads"))
+def test_long_chunks_take_no_digits(kind):
+    *others, log_decay, rates, state = inputs(kind, 512)
+    log_decay = -0.4 - np.random.default_rng(1).random(log_decay.shape) / 20
+    arrays = *others, log_decay, rates, state
+    check(arrays, np.zeros((B, 512), np.int32), positions_of(512, (512, 512)), 512, 3e-6)
+
+
 def test_equal_keys_take_no_digits():
     """Powers of their matrix A have binomial coefficients for elements."""
     check(
@@ -168,11 +178,30 @@ def test_equal_keys_take_no_digits():
     )
 
 
+@pytest.mark.parametrize("platform", ("cpu", "tpu"))
+def test_inverse_of_equal_keys(platform, monkeypatch):
+    monkeypatch.setattr(triangles, "platform", lambda: platform)
+    rates = np.random.default_rng(0).uniform(size=(3, 64, 1)).astype(np.float32)
+    rates[0] = 1
+    lower_LL = np.tril(np.broadcast_to(rates, (3, 64, 64)), -1)
+    exact_LL = np.linalg.inv(np.eye(64) + lower_LL)
+    found_LL = triangles.unit_inverse(jnp.asarray(lower_LL))
+    np.testing.assert_allclose(found_LL, exact_LL, atol=5e-7)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_at_the_end_of_a_row_changes_no_state(kind):
     arrays = inputs(kind, 37)
     segments = np.where(positions_of(37, (30, 0)) >= 0, SEGMENTS, 77).astype(np.int32)
     check(arrays, segments, positions_of(37, (30, 0)), 8)
+
+
+def test_a_number_that_is_none_stays_in_its_row_but_not_in_its_document():
+    *tokens, state = inputs("gated delta rule", 37)
+    tokens[2][1, 10] = np.nan  # a document of one token, in a chunk with others
+    y = found((*tokens, state), *cotangents(37), SEGMENTS, positions_of(37), chunk=8)[0]
+    assert np.isfinite(y[0]).all() and np.isfinite(y[1, :8]).all()
+    assert np.isnan(y[1, 11:]).any()
 
 
 @settings(max_examples=10)
@@ -210,6 +239,64 @@ def test_spans_that_are_recomputed_change_nothing(kind, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels for NVIDIA GPUs, interpreted, also in float32."""
+    monkeypatch.setattr(chunks, "platform", lambda: "cuda")
+    monkeypatch.setattr(triton_chunks, "_DTYPES", (jnp.float32, jnp.bfloat16))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+OF_KERNELS = "gated delta rule", "decay of heads"
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk"),
+    sentinels(
+        [(kind, chunk) for kind in OF_KERNELS for chunk in (16, 64)],
+        [("gated delta rule", 16)].__contains__,
+        landing=[("decay of heads", 64)].__contains__,
+    ),
+)
+def test_kernels_for_gpus_compute_the_same(kind, chunk, kernels):
+    """The row does not fill chunks, and heads have no size of tiles."""
+    check(inputs(kind, 37), SEGMENTS, positions_of(37), chunk)
+    check(inputs(kind, 37, strong=True), SEGMENTS * 0, positions_of(37, (30, 0)), chunk)
+
+
+@pytest.mark.landing
+def test_equal_keys_take_no_digits_of_kernels(kernels):
+    equal = inputs("gated delta rule", 64, equal=True)
+    check(equal, np.zeros((B, 64), np.int32), positions_of(64), 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_run_where_they_fit(kind, kernels):
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), inputs(kind, 37))
+    others = *cotangents(37), SEGMENTS, positions_of(37)
+    traced = jax.make_jaxpr(functools.partial(found, chunk=16))(narrow, *others)
+    names = set() if KINDS[kind][1] else {"pairs", "outputs", "states", "gradients"}
+    assert set(re.findall(r"recurrence_([a-z]+)", str(traced))) == names
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("kind", OF_KERNELS)
+def test_kernels_in_bfloat16_come_within_its_rounding(kind, kernels):
+    arrays = inputs(kind, 37)
+    narrow = *(jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]), *arrays[3:]
+    narrow = jax.tree.map(jnp.asarray, narrow)
+    others = *cotangents(37), SEGMENTS, positions_of(37)
+    values = found(narrow, *others, chunk=16)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), narrow)
+        known = jax.device_get(expected(exact, *others))
+    for value, right in zip(*map(jax.tree.leaves, (values, known)), strict=True):
+        error = np.linalg.norm(np.asarray(value, np.float64) - right)
+        assert error < 0.01 * np.linalg.norm(right)
+
+
 MESHES = {"context": 4, "tensor": 2}, {"context": 2, "fsdp": 2, "tensor": 2}
 SPLIT = [(kind, order, mesh) for kind in KINDS for order in ORDERS for mesh in (0, 1)]
 
@@ -231,7 +318,7 @@ def test_devices_that_share_rows_compute_the_same(kind, order, mesh):
     if arrays[0].shape[2] == 1:  # a group is repeated for each device along `tensor`
         arrays = *(np.repeat(x, 2, axis=2) for x in arrays[:2]), *arrays[2:]
     with jax.enable_x64(True):
-        others = *cotangent, segments, positions_of(S)
+        others = *cotangent, segments, positions_of(S, (99, 22))  # some pieces are only padding
         one = jax.device_get(found(arrays, *others, chunk=4))
         with jax.set_mesh(mesh := make_mesh(**sizes)):
             order_S = places(S, mesh.shape["context"], order)

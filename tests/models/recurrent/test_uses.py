@@ -1,7 +1,10 @@
-"""What a model can be used for, with each recurrent layer in it: each use works, or is refused in a
-sentence. Meshes, pipeline stages included, have cells in the tests of each layer."""
+"""Each use of a model works with each recurrent layer, or is refused in a sentence.
+
+Tests of each layer cover meshes and pipeline stages.
+"""
 
 import functools
+import math
 
 import equinox as eqx
 import jax
@@ -33,11 +36,11 @@ from lmlib.models.recurrent.kimi_delta import KimiDelta
 from lmlib.models.recurrent.mamba2 import Mamba2
 from lmlib.models.recurrent.short_convolution import ShortConvolution
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.whole_matrices import APART, is_matrix
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.transfer import CompleteP
-from lmlib.optim.whole_matrices import APART, is_matrix
 from lmlib.parallel.axes import map_weights
+from lmlib.parallel.selection import named_weights
 from lmlib.plan.planner import cache_bytes
 
 V, E, H, G, K, U, L = 64, 16, 4, 2, 3, 5, 7  # U value_dim, L latent
@@ -156,10 +159,10 @@ def test_plan_counts_flops_saved_activations_and_a_cache_of_constant_size(name):
     assert {each.name for each in shown} == {*ALWAYS_KEPT, *part.names.saved}
 
 
-def experiment(name, steps=1, scaling=None, compute=FLOAT32, optimizer=adamw, **sizes):
+def experiment(name, steps=1, scaling=None, compute=FLOAT32, **sizes):
     return Experiment(
         make(name, **sizes), Synthetic(V, batch_size=4, sequence_length=32),
-        functools.partial(optimizer, peak_lr=4e-3, schedule=warmup_constant),
+        functools.partial(adamw, peak_lr=4e-3, schedule=warmup_constant),
         make_mesh(devices=jax.devices()[:1]), steps, compute=compute, scaling=scaling,
     )  # fmt: skip
 
@@ -217,18 +220,40 @@ def test_muon_takes_projections_and_no_filters_gates_or_rates(name):
 WIDTHS = {m: {"embed": m * E, "heads": m * H, "kv_heads": m * G, "mlp": m * 24} for m in (1, 2, 4)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [adamw, muon])
 @pytest.mark.parametrize("name", LAYERS)
-def test_changes_stay_as_large_in_wider_models(name, optimizer):
+def test_orthogonal_updates_change_outputs_alike_at_every_width(name):
+    """The norm of an update, √(larger side) times the factor, is √(outputs / inputs) in units of
+    the base's (arXiv:2310.17813, condition 1)."""
+
+    def of_width(multiple):
+        shapes = jax.eval_shape(lambda: make(name, **WIDTHS[multiple])(key=jax.random.key(0)))
+        return shapes.stack.patterns[0][0].attention
+
+    def sides(part, projection):
+        shape = getattr(part, projection).shape[1:]  # without the axis of stacked layers
+        split = len(shape) - 1 if projection == "output" else 1
+        return math.prod(shape[:split]), math.prod(shape[split:])
+
+    wide, base = of_width(4), of_width(1)
+    scaled = CompleteP(WIDTHS[1]).scaled(make(name, **WIDTHS[4]))
+    weights = named_weights(jax.eval_shape(lambda: make(name)(key=jax.random.key(0))))
+    for projection in LAYERS[name][1]:
+        (inputs, outputs), of_base = sides(wide, projection), sides(base, projection)
+        factor = scaled.of_orthogonal(weights[f"stack.patterns.0.0.attention.{projection}"], APART)
+        found = factor * math.sqrt(max(inputs, outputs) / max(of_base))
+        grown = math.sqrt(outputs / inputs / (of_base[1] / of_base[0]))
+        assert found == pytest.approx(grown), projection
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_changes_stay_as_large_in_wider_models(name):
     found = [
-        changes(experiment(name, 3, CompleteP(WIDTHS[1]), optimizer=optimizer, **sizes))
-        for sizes in WIDTHS.values()
+        changes(experiment(name, 3, CompleteP(WIDTHS[1]), **sizes)) for sizes in WIDTHS.values()
     ]
     of_width = {each: slope([*WIDTHS], [one[each][-1] for one in found]) for each in LOOKED_AT}
-    bound = 0.4 if optimizer is muon else 0.25  # attention alone has 0.23 with Muon
     for where in ("embedding", "middle layer", "last layer"):
-        assert abs(of_width[where]) < bound, of_width
+        assert abs(of_width[where]) < 0.25, of_width  # a rate off by √width adds 0.5
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "ShortConvolution"])
