@@ -249,8 +249,8 @@ def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 
 def _arrays(one: Instruction) -> tuple[ArrayType, ...]:
     """Returns the whole arrays of a collective."""
-    if one.opcode == "send":  # its other operand is a token
-        return one.operands[0].results
+    if one.opcode == "send" or one.opcode.startswith("ragged"):
+        return one.operands[0].results  # the others are a token, or buffers and numbers of rows
     results, width = one.results, len(one.operands)
     operands = tuple(array for operand in one.operands for array in operand.results)
     if one.opcode.endswith("-start") and len(results) >= 2 * width:

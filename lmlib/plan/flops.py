@@ -1,8 +1,8 @@
 """Counts the FLOPs of a training step: the matmuls of the traced step, and the analytic number.
 
-The body of a scan counts once per iteration. Rounds of experts after the first, which only uneven
-routing needs, do not count. A multiplication and an addition count as two. Operations without
-matrix products are not counted: memory bounds them.
+The body of a scan counts once per iteration. Experts count as if all devices had the rows of the
+busiest one, in as many rounds as these need (`scopes.Routing`). A multiplication and an addition
+count as two. Operations without matrix products are not counted: memory bounds them.
 
 Shapes: M rows, N columns, K contracted.
 """
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmlib.plan.scopes import OTHER, PHASES, phase, scope, turns_in_even_routing
+from lmlib.models.experts.grouped import EVEN_TURNS
+from lmlib.plan.scopes import EVEN, OTHER, PHASES, Routing, phase, scope
 from lmlib.terminal.quantities import flops_unit
 from lmlib.terminal.table import columns
 
@@ -23,9 +24,9 @@ from lmlib.terminal.table import columns
 class Matmul:
     """Equal matrix products, or equal calls of a kernel, of one step.
 
-    `operation` is "dot_general" or the kernel's primitive, `dtype` the wider one of the operands,
-    `sizes` are batch, M, N and K of one device's product. FLOPs and bytes
-    are sums over all of them; bytes count each operand and result once.
+    `operation` is the primitive, or "grouped_product" for such a kernel, `dtype` the wider one of
+    the operands, `sizes` are batch, M, N and K of one device's product. FLOPs and bytes are sums
+    over all of them; bytes count each operand and result once.
     """
 
     scope: str
@@ -46,6 +47,7 @@ class StepFlops:
 
     matmuls: tuple[Matmul, ...]
     scopes: tuple[str, ...]
+    routing: Routing = EVEN
 
     @property
     def total(self) -> float:
@@ -109,26 +111,32 @@ def _cells(flops: list[float], size: float) -> list[str]:
     return [f"{each / size:,.3f}" for each in (*flops, sum(flops))]
 
 
-def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:
+def count_flops(step: Any, scopes: Sequence[str] = (), routing: Routing = EVEN) -> StepFlops:
     """Counts the matmuls of a traced step, by `scopes` (`lmlib.plan.scopes.scopes_of`).
 
     `step` is a jaxpr that was traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
     `jax.jit(step).trace(state, batch).jaxpr`.
     """
     together: dict[tuple[Any, ...], Matmul] = {}
-    for one in _matmuls(getattr(step, "jaxpr", step), tuple(scopes)):
+    for one in _matmuls(getattr(step, "jaxpr", step), tuple(scopes), routing):
         kind = (one.scope, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
         before = together.get(kind)
         sums = {} if before is None else {f: getattr(before, f) + getattr(one, f) for f in _SUMMED}
         together[kind] = dataclasses.replace(one, **sums)
-    return StepFlops(tuple(together.values()), tuple(scopes))
+    return StepFlops(tuple(together.values()), tuple(scopes), routing)
 
 
+_BY_GROUP = {"grouped_product", "ragged_dot_general"}  # kernels that skip rows behind all groups
 _SUMMED = ("count", "flops", "device_flops", "device_bytes")
 
 
 def _matmuls(
-    jaxpr: Any, scopes: Sequence[str] = (), around: str = "", times: int = 1, devices: int = 1
+    jaxpr: Any,
+    scopes: Sequence[str] = (),
+    routing: Routing = EVEN,
+    around: str = "",
+    times: int = 1,
+    devices: int = 1,
 ) -> Iterator[Matmul]:
     """Yields the matmuls of a jaxpr.
 
@@ -139,32 +147,35 @@ def _matmuls(
     """
     for equation in _needed(jaxpr):
         names, primitive = f"{around}/{equation.source_info.name_stack}", equation.primitive.name
-        if (even := turns_in_even_routing(names)) == 0:
+        if (routed := routing.turns(names)) == 0:
             continue
         if primitive in _RULES:
             work = _RULES[primitive](equation)
             if work is not None:
+                operation = work.operation or primitive
+                by_group = operation in _BY_GROUP or EVEN_TURNS in names
+                flops = work.device_flops * times * (routing.filled(names) if by_group else 1)
                 yield Matmul(
                     scope=scope(names, scopes),
                     phase=phase(names),
                     in_layers="layers" in names,
-                    operation=primitive,
+                    operation=operation,
                     dtype=work.dtype,
                     sizes=work.sizes,
                     count=times,
-                    flops=work.device_flops * work.pieces * devices * times,
-                    device_flops=work.device_flops * times,
+                    flops=flops * work.pieces * devices,
+                    device_flops=flops,
                     device_bytes=work.device_bytes * times,
                 )
         elif primitive == "cond":
             branches = [
-                list(_matmuls(one.jaxpr, scopes, names, times, devices))
+                list(_matmuls(one.jaxpr, scopes, routing, names, times, devices))
                 for one in equation.params["branches"]
             ]
             yield from max(branches, key=lambda found: sum(one.flops for one in found))
         else:
             turns = equation.params["length"] if primitive == "scan" else 1
-            inside = times * (turns if even is None else even)
+            inside = times * (turns if routed is None else routed)
             manual = devices
             if primitive == "shard_map":
                 sizes = equation.params["mesh"].shape
@@ -172,7 +183,7 @@ def _matmuls(
             for parameter in equation.params.values():
                 inner = getattr(parameter, "jaxpr", parameter)
                 if hasattr(inner, "eqns"):
-                    yield from _matmuls(inner, scopes, names, inside, manual)
+                    yield from _matmuls(inner, scopes, routing, names, inside, manual)
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -181,7 +192,9 @@ def _needed(jaxpr: Any) -> list[Any]:
     asked = {id(variable) for variable in jaxpr.outvars}
     found = []
     for equation in reversed(jaxpr.eqns):
-        if equation.effects or any(id(variable) in asked for variable in equation.outvars):
+        # Collectives name their mesh axes by effects, and are removed like other equations.
+        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+        if acts or any(id(variable) in asked for variable in equation.outvars):
             asked.update(map(id, equation.invars))
             found.append(equation)
     return found[::-1]
@@ -195,6 +208,7 @@ class _Work(NamedTuple):
     pieces: int
     device_flops: float
     device_bytes: int
+    operation: str | None = None
 
 
 def _local(aval: Any) -> tuple[list[int], set[str]]:
@@ -254,6 +268,15 @@ def _ragged_dot(equation: Any) -> _Work:
     return _Work(dtype, sizes, 1, 2.0 * N * K * M, _bytes(left, right, result))
 
 
+def _scaled_matmul(equation: Any) -> _Work:
+    """`jax.nn.scaled_matmul`, (B, M, K) times (B, N, K), both with scales of blocks along K."""
+    left, right = (operand.aval for operand in equation.invars[:2])
+    (batch, M, K), N = left.shape, right.shape[1]
+    arrays = (*equation.invars, *equation.outvars)
+    size, flops = _bytes(*(each.aval for each in arrays)), 2.0 * batch * M * N * K
+    return _Work(_wider(left.dtype, right.dtype), (batch, M, N, K), 1, flops, size, "dot_general")
+
+
 def _wider(*dtypes: np.dtype) -> str:
     return max(dtypes, key=lambda dtype: dtype.itemsize).name
 
@@ -285,12 +308,13 @@ def _attention_kernel(products: int) -> Any:
     return work
 
 
-def _pallas_kernel(equation: Any) -> _Work | None:
+def _pallas_kernel(equation: Any) -> _Work:
     """A Pallas kernel: its own cost estimate, or else the products of a block times the blocks of
-    its grid; `None` if it has no products. Splash attention skips blocks above the diagonal."""
+    its grid. Splash attention skips blocks above the diagonal."""
+    arrays = [each.aval for each in (*equation.invars, *equation.outvars)]
     products = list(_matmuls(equation.params["jaxpr"]))
     if not products:
-        return None
+        return _Work(arrays[-1].dtype.name, (1, 1, 1, 1), 1, 0.0, _bytes(*arrays))
     grid = equation.params["grid_mapping"].grid
     blocks = float(math.prod(size for size in grid if isinstance(size, int)))
     if (name := str(equation.params.get("name", ""))).startswith("splash"):
@@ -302,20 +326,33 @@ def _pallas_kernel(equation: Any) -> _Work | None:
         query, key, *_ = (x.shape for x in by_head if x.dtype.kind != "i")
         B, S, H, D = query
         sizes = B * H, S, key[1], D
+    if name.startswith("recurrence_"):  # lmlib.models.recurrent.triton_chunks
+        query, key, value, *_ = (x.aval.shape for x in equation.invars if x.aval.ndim == 4)
+        # Each token reads a state of K keys. In the estimate they take the time of attention to K
+        # keys, which is what the Triton kernels of flash-linear-attention need on an H200
+        # (github.com/QwenLM/FlashQLA, benchmark_results_H200.txt).
+        sizes = value[0] * value[2], value[1], query[3], value[3]
     said = equation.params.get("cost_estimate")
+    operation = None
+    if name.startswith("grouped_"):  # lmlib.models.experts.triton_grouped
+        operation, made = "grouped_product", equation.outvars[0].aval.shape
+        groups, (rows, columns) = (made[0], made[1:]) if len(made) == 3 else (1, made)
+        sizes = groups, rows, columns, round(said.flops / (2 * math.prod(made)))
     counted = blocks * math.fsum(one.device_flops for one in products)
     return _Work(
         dtype=products[0].dtype,
         sizes=sizes,
         pieces=1,
         device_flops=counted if said is None else float(said.flops),
-        device_bytes=_bytes(*(each.aval for each in (*equation.invars, *equation.outvars))),
+        device_bytes=_bytes(*arrays),
+        operation=operation,
     )
 
 
 _RULES = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
+    "scaled_matmul_wrapper": _scaled_matmul,
     "pallas_call": _pallas_kernel,
     "dot_product_attention_fwd": _attention_kernel(2),
     "dot_product_attention_fwd_wrapper": _attention_kernel(2),

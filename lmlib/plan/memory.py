@@ -20,7 +20,7 @@ from lmlib.inspect.saved_activations import (
 )
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import COMPUTE, num_shards, storage_spec
-from lmlib.plan.program import FUSIONS, HOST_MEMORY, Program
+from lmlib.plan.program import FUSIONS, HOST_MEMORY, ArrayType, Instruction, Program
 from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
@@ -60,7 +60,7 @@ class Counted:
 
     `arguments` are state and batch, `outputs` only the metrics. `temporaries` is the sum of all
     temporaries, which need not exist at the same time; `peak` the largest bytes in use, with
-    arguments and outputs, or `None` if XLA does not say.
+    arguments, outputs and arrays on a TPU's chip, or `None` if XLA does not say.
     """
 
     arguments: int
@@ -73,9 +73,18 @@ class Counted:
     @property
     def needed(self) -> int:
         # The TPU compiler accepts programs whose temporaries together exceed the memory, so the
-        # peak decides.
-        in_use = self.peak or self.arguments + self.outputs + self.temporaries
-        return in_use + self.program
+        # peak decides, unless it has arrays on the chip.
+        return min(self.peak or self.in_memory, self.in_memory) + self.program
+
+    @property
+    def in_memory(self) -> int:
+        """All arguments, outputs and temporaries, which are in the device's memory."""
+        return self.arguments + self.outputs + self.temporaries
+
+    @property
+    def on_chip(self) -> int:
+        """Bytes of the peak that are not in the device's memory: TPUs' arrays on the chip."""
+        return max((self.peak or 0) - self.in_memory, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +157,7 @@ class Memory:
                 ("all temporaries", counted.temporaries, "not all in use at once"),
                 ("program", counted.program, ""),
                 ("peak", counted.peak or 0, "most bytes in use at once"),
+                ("of it on the chip", counted.on_chip, "at least, and not in the memory"),
                 ("on the host", counted.on_host, "offloaded"),
             ]
         shown = [(name, bytes_text(size), note) for name, size, note in rows if size]
@@ -250,7 +260,8 @@ _MAKES_NOTHING = {
 def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
     """Returns the largest arrays that a program makes on one device, by type and JAX operation.
 
-    Equal arrays count once. They need not exist at the same time. Padding on TPUs is not counted.
+    Equal arrays count once, and an array counts where it is made, not where slices of it are
+    replaced. They need not exist at the same time. Padding on TPUs is not counted.
     """
     found: dict[str, LargeArray] = {}
     for instruction, place in program.instructions():
@@ -258,12 +269,27 @@ def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
         if fused or instruction.opcode in _MAKES_NOTHING:
             continue
         operation = "/".join(instruction.op_name.split("/")[-2:])
-        for array in instruction.results:
+        for array in _made(instruction):
             if array.memory != HOST_MEMORY:
                 shape = ",".join(map(str, array.shape))
                 name = f"{array.dtype}[{shape}] {operation}".rstrip()
                 found[name] = LargeArray(name, array.bytes, shape=array.shape)
     return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:count])
+
+
+def _made(one: Instruction) -> Iterator[ArrayType]:
+    """Yields its results, except arrays that it is given and replaces a slice of in place."""
+    root = one.called["calls"][0].root if one.opcode == "fusion" else one
+    values = root.operands if root.opcode == "tuple" else (root,)
+    if len(values) != len(one.results):  # results are nested
+        yield from one.results
+        return
+    for array, value in zip(one.results, values, strict=True):
+        given = value
+        while given.opcode in ("bitcast", "dynamic-update-slice"):
+            given = given.operands[0]
+        if given is value or (one is not root and given.opcode != "parameter"):
+            yield array
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

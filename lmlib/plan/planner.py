@@ -21,14 +21,14 @@ from lmlib.data.batch import has_whole_rows
 from lmlib.experiment import Experiment
 from lmlib.models.model import Model, longest_sequence
 from lmlib.models.pipeline.schedule import schedule_of
-from lmlib.parallel.layout import COMPUTE, num_shards
+from lmlib.parallel.layout import COMPUTE, mesh_axes_for, num_shards
 from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.collectives import Collectives, collectives
 from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import Program, read_program
-from lmlib.plan.scopes import scopes_of
+from lmlib.plan.scopes import Routing, scopes_of
 from lmlib.plan.step_time import Estimate, estimate
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import Kernels, kernels, traffic
@@ -113,12 +113,15 @@ def section(title: str, text: str) -> str:
 
 
 def plan(
-    experiment: Experiment, target: Target, tell: Callable[[str], None] = lambda line: None
+    experiment: Experiment,
+    target: Target,
+    tell: Callable[[str], None] = lambda line: None,
+    imbalance: float = 1.0,
 ) -> Report:
     """Plans the train step of `experiment`, whose mesh is made of `target.devices()`.
 
-    `tell` receives progress, a line at a time. Raises ValueError if the parts of the experiment do
-    not fit each other.
+    `tell` receives progress, a line at a time. `imbalance`, at least 1, is `Routing.imbalance`.
+    Raises ValueError if the parts of the experiment do not fit each other.
     """
     experiment.check()
     began = time.perf_counter()
@@ -131,18 +134,20 @@ def plan(
     seconds = time.perf_counter() - began
     tell(f"compiled in {seconds:.0f} s; reading the program")
     mesh, data, model = experiment.mesh, experiment.data, state.whole_model
-    scopes = scopes_of(model)
+    scopes, along = scopes_of(model), num_shards(mesh_axes_for("experts"), mesh)
+    # With one device along `expert`, all rows are its own.
+    routing = Routing(*(float(min(x, along)) for x in (imbalance, experiment.compute.expert_room)))
     flops = FlopsPerToken(
         analytic=experiment.flops_per_token(causal=False),
         analytic_causal=experiment.flops_per_token(causal=True),
-        counted=count_flops(traced.jaxpr, scopes),
+        counted=count_flops(traced.jaxpr, scopes, routing),
         tokens=data.batch_size * data.sequence_length,
     )
     remarks += _bubble(experiment)
     program = sent = launched = expected = None
     warnings: tuple[CommunicationWarning, ...] = ()
     if not isinstance(result, OutOfMemory):
-        program = read_program(result.as_text() or "")
+        program = read_program(result.as_text() or "", routing)
         sent = collectives(program, mesh)
         warnings = communication_warnings(sent, model, mesh, log.text)
         remarks += dense_expansions(program)

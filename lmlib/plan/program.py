@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from lmlib.plan.scopes import turns_in_even_routing
+from lmlib.plan.scopes import EVEN, Routing
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # the other types have theirs in their names
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
@@ -131,7 +131,7 @@ class Computation:
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A while loop. `trips` is `None` if the number of iterations is unknown. If the routing of
-    experts decides it, even routing is assumed."""
+    experts decides it, `Program.routing` is assumed."""
 
     name: str
     op_name: str
@@ -170,6 +170,7 @@ class Program:
     is_scheduled: bool
     computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
     entry: str = ""
+    routing: Routing = EVEN
 
     def instructions(self) -> Iterator[tuple[Instruction, Place]]:
         """Yields every instruction that a run executes, once for each path from the entry.
@@ -192,7 +193,7 @@ def _reached(computation: Computation, place: Place) -> Iterator[tuple[Instructi
 
 def _loop(loop: Instruction) -> Loop:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    trips = turns_in_even_routing(loop.op_name)
+    trips = loop.computation.program.routing.turns(loop.op_name)
     if trips is None:
         trips = int(known[1]) if known else _counted_trips(loop)
     return Loop(loop.name, loop.op_name, trips)
@@ -222,13 +223,13 @@ def _counted_trips(loop: Instruction) -> int | None:
     return limit - start
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str, routing: Routing = EVEN) -> Program:
     """Parses the text of `jax.stages.Compiled.as_text()`.
 
     Raises:
       ValueError: if the text is not an optimized XLA program.
     """
-    program = Program("is_scheduled=true" in text[: text.find("\n")])
+    program = Program("is_scheduled=true" in text[: text.find("\n")], routing=routing)
     computation = Computation("", program)
     for line in text.splitlines():
         if line.startswith("  "):

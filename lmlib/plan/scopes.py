@@ -5,6 +5,8 @@ in `op_name`. They list transformations ("transpose(jvp(layers))"), control flow
 the named scopes of the model and the step.
 """
 
+import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -46,13 +48,37 @@ def phase(names: str) -> str:
     return "forward" if "jvp(" in names else "update"
 
 
-def turns_in_even_routing(loop_names: str) -> int | None:
-    """Returns the iterations of a loop over routed tokens if routing is even; `None` for other
-    loops. Further rounds of experts then have none."""
-    if FURTHER_ROUNDS in loop_names:
-        return 0
-    found = re.search(rf"{EVEN_TURNS}(\d+)(/while)?$", loop_names)
-    return int(found[1]) if found else None
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The rows that the experts of a device get, as multiples of those in even routing.
+
+    `imbalance` is for the busiest device, which the others wait for, and `room` the rows of a round
+    (`Compute.expert_room`). A product computes a round's rows in groups of equal size.
+    """
+
+    imbalance: float = 1.0
+    room: float = 1.0
+
+    @property
+    def further_rounds(self) -> int:
+        return math.ceil(self.imbalance / self.room) - 1
+
+    def filled(self, names: str) -> float:
+        """Returns the fraction of a round's rows that experts get, from the names around it."""
+        if FURTHER_ROUNDS in names:
+            return (self.imbalance / self.room - 1) / self.further_rounds
+        return min(self.imbalance / self.room, 1.0)
+
+    def turns(self, loop_names: str) -> int | None:
+        """Returns the iterations of a loop over routed tokens; `None` for other loops."""
+        further = re.search(rf"{FURTHER_ROUNDS}\)*(/while)?$", loop_names)
+        if FURTHER_ROUNDS in loop_names and (further or not self.further_rounds):
+            return self.further_rounds
+        found = re.search(rf"{EVEN_TURNS}(\d+)(/while)?$", loop_names)
+        return int(found[1]) if found else None
+
+
+EVEN = Routing()
 
 
 def turn(loop_names: str) -> str | None:

@@ -161,12 +161,13 @@ def search(
     target: Target,
     tell: Tell = lambda line: None,
     known: Report | None = None,
+    imbalance: float = 1.0,
 ) -> Trials:
     """Searches for the fastest settings of `experiment` that fit the memory of `target`.
 
     First comes the smallest number of microbatches that fits if nothing is saved, then the most
     that can be saved with it and with the next larger numbers. `known` is the plan of `experiment`
-    as it is, if it was made already.
+    as it is, if it was made already, and `imbalance` as for `plan`.
     """
     experiment, _ = compilable(experiment, target)
     tried: dict[tuple[int, tuple[str, ...]], Trial] = {}
@@ -179,7 +180,8 @@ def search(
             flags = (f"--fdl.microbatches={count}", _saved_flag(saved))
             changed = keeping(dataclasses.replace(experiment, microbatches=count), saved)
             is_known = count == experiment.microbatches and saved == experiment.compute.saved
-            tried[count, saved] = _try(flags, changed, target, tell, known if is_known else None)
+            report = known if is_known else None
+            tried[count, saved] = _try(flags, changed, target, tell, report, imbalance)
         return tried[count, saved]
 
     counts = microbatch_counts(experiment)
@@ -201,11 +203,12 @@ def _try(
     target: Target,
     tell: Tell,
     known: Report | None = None,
+    imbalance: float = 1.0,
 ) -> Trial:
     """Plans `experiment`, unless its plan is `known`."""
     if known is None:
         tell(f"trying {' '.join(flags)}")
-        known = plan(experiment, target)
+        known = plan(experiment, target, imbalance=imbalance)
         tell(known.memory.verdict)
     return Trial(flags, known)
 
@@ -257,6 +260,7 @@ def search_meshes(
     axes: Sequence[str],
     tell: Tell = lambda line: None,
     known: Report | None = None,
+    imbalance: float = 1.0,
 ) -> Trials:
     """Plans `experiment` on every division of its devices among `axes` and `fsdp`.
 
@@ -279,12 +283,16 @@ def search_meshes(
             impossible.append((flags, str(error)))
             continue
         report = known if mesh == experiment.mesh else None
-        trials.append(_try(flags, changed, target, tell, report))
+        trials.append(_try(flags, changed, target, tell, report, imbalance))
     return Trials(trials, impossible)
 
 
 def advise(
-    experiment: Experiment, target: Target, report: Report, tell: Tell = lambda line: None
+    experiment: Experiment,
+    target: Target,
+    report: Report,
+    tell: Tell = lambda line: None,
+    imbalance: float = 1.0,
 ) -> Trials:
     """Compiles changes of `experiment` that may need less memory, beside the experiment itself.
 
@@ -292,7 +300,8 @@ def advise(
     """
     experiment, _ = compilable(experiment, target)
     found = changes(experiment, report.memory)
-    return Trials([Trial((), report), *(_try(*each, target, tell) for each in found)])
+    tried = (_try(*each, target, tell, None, imbalance) for each in found)
+    return Trials([Trial((), report), *tried])
 
 
 def changes(experiment: Experiment, memory: Memory) -> Iterator[tuple[tuple[str, ...], Experiment]]:

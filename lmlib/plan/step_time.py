@@ -13,7 +13,7 @@ slices or hosts each device sends 1/n of the bytes.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.collectives import Collective, grouped
-from lmlib.plan.flops import FlopsPerToken, Matmul
+from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import Traffic
 from lmlib.terminal.quantities import flops_unit
@@ -30,6 +30,8 @@ from lmlib.terminal.table import columns
 # Fraction of the peak that large bf16 matmuls reach. GPUs lower their clock under such load: in the
 # steps of docs/gpus.md an H200 made 680 to 745 of 989 TFLOP/s. MXUs keep their clock.
 MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.70, "rocm": 0.55}
+# Rate of lmlib's grouped products, as a share of the rate of matmuls. It was not measured.
+GROUPED_SHARE = 0.85
 # Fused attention also waits for its softmax. In rows of ATTENTION_FILL tokens it reaches half of
 # ATTENTION_EFFICIENCY. Measured on an H200 at 1,024 and 16,384 tokens, head_dim 128, with cuDNN's
 # and Triton's kernels, which differ from this by up to a quarter (docs/gpus.md).
@@ -103,12 +105,14 @@ def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
     platform = accelerator.platform
     slower = FLOAT32_RATE[platform] if one.dtype == "float32" else 1.0
     peak = accelerator.flops.get(one.dtype, accelerator.flops["bfloat16"] * slower)
-    if one.operation != "dot_general":
+    grouped = one.operation == "grouped_product"
+    if one.operation != "dot_general" and not grouped:
         _, _, keys, _ = one.sizes
         return peak * ATTENTION_EFFICIENCY[platform] * keys / (keys + ATTENTION_FILL[platform])
     _, M, N, K = one.sizes
     filled = math.prod(size / (math.ceil(size / BLOCK) * BLOCK) for size in (M, N))
-    return peak * MATMUL_EFFICIENCY[platform] * filled * K / (K + PIPELINE_FILL[platform])
+    efficiency = MATMUL_EFFICIENCY[platform] * (GROUPED_SHARE if grouped else 1.0)
+    return peak * efficiency * filled * K / (K + PIPELINE_FILL[platform])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,8 +354,17 @@ def with_communication(
         tokens_per_second=tokens_per_second,
         mfu=flops.analytic * tokens_per_second / all_peaks,
         mfu_causal=flops.analytic_causal * tokens_per_second / all_peaks,
-        assumptions=_assumptions(accelerator),
+        assumptions=(*_assumptions(accelerator), *_on_experts(flops.counted)),
     )
+
+
+def _on_experts(counted: StepFlops) -> Iterator[str]:
+    if any(one.scope == "experts" for one in counted.matmuls):
+        imbalance, rounds = counted.routing.imbalance, counted.routing.further_rounds + 1
+        yield (
+            f"the busiest device along `expert` gets {imbalance:g} times the rows of even routing, "
+            f"in {rounds} round{'s' * (rounds > 1)}, and its time is the step's"
+        )
 
 
 def _loop(one: ScopeTime | Collective) -> tuple[bool, bool]:
@@ -376,6 +389,8 @@ def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
         f"not fill blocks of {BLOCK} rows or columns; float32 operands reach "
         f"{FLOAT32_RATE[platform]:.0%} of bf16's rate",
         f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
+        f"Triton's grouped products of experts reach {GROUPED_SHARE:.0%} of the rate of matmuls "
+        "(not measured)",
         f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; operations other than matmuls "
         "take as long as their reads and writes",
         f"links reach {LINK_EFFICIENCY:.0%} of {accelerator.link_bandwidth or 0:,.3g} bytes/s and "

@@ -183,13 +183,14 @@ def _no_plugin(accelerator: Accelerator) -> str:
 
 
 # cuDNN kernels are chosen for this version: the oldest that has all that the models here use.
-_CUDNN = "major: 9 minor: 10 patch: 0"
+_CUDNN = "9.10.0"
 
 
 def _target_config(accelerator: Accelerator) -> str:
     """Returns a GpuTargetConfigProto as text: XLA needs it to compile for an absent GPU."""
     chip = accelerator.chip
     assert chip is not None and accelerator.memory_bandwidth is not None
+    major, minor, patch = _CUDNN.split(".")
     return f"""
 gpu_device_info {{
   {chip.capability}
@@ -210,8 +211,9 @@ gpu_device_info {{
   l2_cache_size: {chip.l2_cache}
   device_memory_size: {accelerator.memory_bytes}
   memory_bandwidth: {accelerator.memory_bandwidth:.0f}
+  dnn_version: "{_CUDNN}"
 }}
 platform_name: "{accelerator.platform.upper()}"
-dnn_version_info {{ {_CUDNN} }}
+dnn_version_info {{ major: {major} minor: {minor} patch: {patch} }}
 device_description_str: "{accelerator.device_kinds[0]}"
 """

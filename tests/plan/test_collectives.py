@@ -149,6 +149,13 @@ def test_overlap_needs_work_between_start_and_done(between, scheduled, overlaps)
     assert one.bytes_sent == (64 * 32 + 64 * 4) * 2 * 7 // 8
 
 
+def test_a_ragged_all_to_all_sends_its_first_operand():
+    """Others are the buffer that receives rows, and numbers of rows."""
+    (one,) = collectives(read_program(program_text("ragged")), make_mesh(fsdp=8))
+    assert one.arrays == (ArrayType("bf16", (64, 32)),)
+    assert (one.kind, one.bytes_sent) == ("ragged-all-to-all", 64 * 32 * 2 * 7 // 8)
+
+
 def test_a_collective_in_several_fusions_is_one():
     """On TPUs a fusion starts it, others move it on beside their own work, and one ends it. A fused
     all-reduce and slice sends no more than a reduce-scatter."""

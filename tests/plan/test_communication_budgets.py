@@ -23,7 +23,7 @@ from lmlib.losses.next_token import NextToken
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings

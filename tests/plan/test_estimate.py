@@ -10,11 +10,13 @@ from aot import absent
 from program_texts import program_text
 
 from lmlib.hardware.specifications import ACCELERATORS, CPU
+from lmlib.models.matmul import matmul as matmul_of_weight
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan import step_time
 from lmlib.plan.collectives import Collective
-from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
+from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops, count_flops
 from lmlib.plan.program import ArrayType, read_program
+from lmlib.plan.scopes import Routing
 from lmlib.plan.step_time import Route, closes, estimate, route, with_communication
 from lmlib.plan.traffic import Kernels, Traffic, kernels, traffic
 
@@ -72,6 +74,21 @@ def test_float32_and_blocks_that_are_not_full_cost_more():
     assert ragged == pytest.approx(estimated([matmul(1_152, 8_192, 8_192)]).step_seconds)
 
 
+def test_both_products_of_float8_have_its_rate():
+    x, w = jnp.zeros((8_192, 4_096), jnp.bfloat16), jnp.zeros((4_096, 4_096), jnp.bfloat16)
+
+    def seconds(precision):
+        def loss(x):
+            return jnp.sum(matmul_of_weight("se,ef->sf", x, w, precision).astype(jnp.float32) ** 2)
+
+        counted = count_flops(jax.make_jaxpr(jax.grad(loss))(x))
+        found = estimated(counted.matmuls).scopes
+        assert sum(one.count for one in counted.matmuls) == 2
+        return sum(one.seconds for one in found)
+
+    assert seconds("float8") == pytest.approx(seconds(None) * 989 / 1_979)
+
+
 def test_other_operations_take_their_bytes():
     found = estimated(moved=[Traffic("optimizer", "update", False, 10**9)])
     assert found.step_seconds == pytest.approx(1e9 / MEMORY)
@@ -111,6 +128,14 @@ def test_a_report_names_its_assumptions_and_turns_into_json():
     for said in ("estimate", "989 TFLOP/s", "mlp", "all-gather", "MFU", "ms"):
         assert said in text
     assert json.loads(json.dumps(dataclasses.asdict(found)))["step_seconds"] == found.step_seconds
+
+
+def test_a_report_names_the_busiest_device():
+    of_experts = dataclasses.replace(matmul(8, 8, 8), scope="experts")
+    counted = StepFlops((of_experts,), (*SCOPES, "experts"), Routing(1.3, 1.25))
+    found = estimate(FlopsPerToken(3e9, 2e9, counted, 1_000), (), (), H100, make_mesh(fsdp=8))
+    assert "gets 1.3 times the rows of even routing, in 2 rounds" in str(found)
+    assert "even routing" not in str(estimated([matmul(8, 8, 8)]))
 
 
 def test_nothing_is_made_up_about_devices_whose_rates_are_unknown():

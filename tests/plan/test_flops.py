@@ -14,7 +14,7 @@ from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.attend.fused import splash
 from lmlib.models.attend.kernel import Options, whole_row
-from lmlib.models.experts.grouped import grouped_product
+from lmlib.models.experts.grouped import Groups, grouped_product
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
@@ -68,7 +68,7 @@ def test_scans_count_as_often_as_they_turn():
 @pytest.mark.parametrize("rows", [96, 80])  # 48 are whole blocks, 40 end with smaller ones
 def test_products_by_group_count_as_in_even_routing(rows):
     def function(x, w, sizes):
-        return grouped_product(x, w, sizes)
+        return grouped_product(x, w, Groups(sizes))
 
     given = shapes((rows, K), (2, K, N)) + shapes((2,), dtype=jnp.int32)
     assert counted(function, *given).total == 2 * rows * K * N
@@ -170,6 +170,16 @@ def test_kernels_of_cudnn_are_counted_by_rule(name, products, mask, share):
     (one,) = counted(lambda q, k, v: kernel.bind(q, k, v, mask_type=mask), *arguments).matmuls
     assert one.flops == products * 2 * B * H * S * T * D * share
     assert one.device_bytes == 2 * (2 * B * S * H * D + 2 * B * T * H * D)
+
+
+def test_products_of_blocks_count_elements_and_scales():
+    B, M, N, K = 2, 64, 96, 128
+    elements = shapes((B, M, K), (B, N, K), dtype=jnp.float8_e4m3fn)
+    scales = shapes((B, M, K // 32), (B, N, K // 32), dtype=jnp.float8_e8m0fnu)
+    (one,) = counted(jax.nn.scaled_matmul, *elements, *scales).matmuls
+    assert (one.dtype, one.sizes) == ("float8_e4m3fn", (B, M, N, K))
+    assert one.flops == one.device_flops == 2 * B * M * N * K
+    assert one.device_bytes == B * (M + N) * (K + K // 32) + 4 * B * M * N
 
 
 V, E, L, HEADS, KV, HEAD_DIM, F = 96, 32, 3, 4, 2, 16, 48
