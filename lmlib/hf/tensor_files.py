@@ -95,7 +95,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """Returns the names of a folder's tensors, from its index alone if it has one."""
+    """Returns the names of a folder's tensors; reads only its index if it has one."""
     if (folder / INDEX).exists():
         names = read_json(folder / INDEX, _LARGEST_INDEX).get("weight_map")
         return names if isinstance(names, dict) else ()

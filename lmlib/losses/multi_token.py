@@ -34,7 +34,7 @@ class MultiToken(NextToken):
     by the number of valid targets of the next token (eq. 24).
 
     Reports, in nats per token, `loss`, of the next token; `loss_2`, of the token after it, and so
-    on. `targets_2` is the number of its targets, relative to those of the next token.
+    on. `targets_2` is the number of its targets, relative to the next token's.
 
     Args:
       weights: factor of each head's loss, from depth 1 on: λ / D in the paper, which uses λ = 0.3

@@ -16,7 +16,7 @@ from lmlib.models.weights import fold_in_name
 from lmlib.parallel.layout import spec
 
 # Keys of `Context.shared`. The model gives the tokens; the stack gives the residual stream that its
-# first layer reads.
+# first layer reads, unless the model does.
 TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
 
 

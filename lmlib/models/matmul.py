@@ -29,7 +29,7 @@ def matmul(
 
     Every product of activations and a weight uses this function, except for the unembedding. Each
     summed axis must be in both operands. Gradients have the layouts of x and w. With a `precision`,
-    "int8" or "float8", operands are rounded (`lmlib.models.matrices.quantized`).
+    such as "float8", operands are rounded (`lmlib.models.matrices.quantized`).
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)
@@ -62,15 +62,13 @@ def matmul_of_arrays(
 
 
 def _einsum(
-    equation: str, x: Array, w: Array, precision: str | None, layout: Any, of_gradient: bool = False
+    equation: str, x: Array, w: Array, precision: str | None, layout: Any, result: str = "y"
 ) -> Array:
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=layout)
-    from lmlib.models.matrices.quantized import FORMATS, rounded_product  # rarely needed
+    from lmlib.models.matrices.quantized import quantized_product  # rarely needed
 
-    formats = FORMATS[precision]
-    first = formats.arriving if of_gradient else formats.forward
-    return rounded_product(equation, x, w, (first, formats.forward), layout)
+    return quantized_product(equation, x, w, precision, layout, result)
 
 
 def _forward(
@@ -94,20 +92,22 @@ def _backward(
     x_axes, w_axes = operands.split(",")
     dy = _along(x, x_axes, dy, y_axes)
     back = f"{y_axes},{w_axes}->{x_axes}"
-    dx = _einsum(back, dy, w, precision, _layout_of_gradient(x), of_gradient=True)
-    return dx, None if trains is None else _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
+    dx = _einsum(back, dy, w, precision, _layout_of_gradient(x), "dx")
+    if trains is None:
+        return dx, None
+    return dx, _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w, precision)
 
 
 matmul_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _gradient_of_weight(
-    x_axes: str, y_axes: str, w_axes: str, x: Array, dy: Array, w: Array
+    x_axes: str, y_axes: str, w_axes: str, x: Array, dy: Array, w: Array, precision: str | None
 ) -> Array:
     """xᵀ dy with its axes in the order of `w_axes`, in the layout of `_layout_of_gradient`."""
     layout = _layout_of_gradient(w)
-    if platform() != "cpu" or x.size <= dy.size:
-        return jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=layout)
+    if platform() != "cpu" or x.size <= dy.size or precision == "mxfp8":
+        return _einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, precision, layout, "dw")
     axes = sorted(w_axes, key=lambda axis: (axis not in y_axes, w_axes.index(axis)))
     if layout is not None:
         order = (layout.partitions[w_axes.index(axis)] for axis in axes)

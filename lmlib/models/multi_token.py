@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
@@ -33,7 +34,7 @@ from lmlib.parallel.matrix import dense
 
 
 class Combination(Part):
-    """matrix · [norm(embedding); norm(features)] (eq. 21, in the order of DeepSeek's weights)."""
+    """matrix · [norm(embedding); norm(features)] (eq. 21, in the order of DeepSeek and of vLLM)."""
 
     rows_may_be_split = True
 
@@ -79,13 +80,14 @@ class Predictor(Part):
         compute = context.compute
 
         def combined(e_BSE: Array, h_BSE: Array) -> Array:
+            e_BSE, h_BSE = (checkpoint_name(x_BSE, "head_input") for x_BSE in (e_BSE, h_BSE))
             return gather(self.combination, compute.dtype)(e_BSE, h_BSE, context)
 
         x_BSE = jax.checkpoint(combined, policy=policy(compute, ()))(e_BSE, h_BSE)
         return self.stack(x_BSE, context, cache)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """As a model's: the row is the second axis."""
+        """Like a model's: the row is the second axis."""
         return self.stack.empty_cache(rows, length, dtype)
 
     def updated(self, tallies: Any) -> "Predictor":
@@ -146,7 +148,7 @@ class MultiTokenDecoder(Decoder):
     def with_heads(self, aux: AuxOutputs, of_heads: Sequence[AuxOutputs]) -> AuxOutputs:
         """Returns the reports of the decoder, with the heads that were computed.
 
-        Losses and statistics are means over all layers, of which each head has one.
+        Losses and statistics are means over all layers. Each head has one layer.
         """
         depth, layers = self.stack.depth, self.stack.depth + len(of_heads)
 
@@ -217,6 +219,9 @@ def multi_token(
         return Predictor(Combination(embed, *norms, key=own), stack, other.norm)
 
     def model(key: PRNGKeyArray) -> MultiTokenDecoder:
-        return MultiTokenDecoder(of(key=key), [head(key, 1 + i) for i in range(depths)])
+        decoder = of(key=key)
+        if isinstance(decoder, MultiTokenDecoder):
+            raise ValueError("`of` makes a model with heads already: leave out multi_token")
+        return MultiTokenDecoder(decoder, [head(key, 1 + i) for i in range(depths)])
 
     return jit_init(model)(key)

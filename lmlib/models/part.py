@@ -47,7 +47,7 @@ class AuxOutputs(NamedTuple):
 
     losses: dict[str, Float[Array, ""]]
     statistics: dict[str, Float[Array, ""]]
-    tallies: Any = None  # any tree, for `Part.updated`
+    tallies: Any = None  # any tree, for `Part.updated`; a node's `combined()` replaces the sum
 
 
 NO_AUX = AuxOutputs({}, {})

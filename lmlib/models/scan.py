@@ -134,7 +134,7 @@ def counted(aux: AuxOutputs, counts: Bool[Array, ""]) -> AuxOutputs:
 
 
 def _split(tree_R: Any, repeats: int) -> list[Any]:
-    """Splits the leading axis. Gradients of a split are concatenated, those of slices added."""
+    """Splits the leading axis. Gradients are then concatenated; gradients of slices are added."""
 
     def parts(x_R: Array) -> list[Array]:
         if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):

@@ -128,7 +128,7 @@ class Stack(Part):
 
     def _given(self, x_BSE: Array, context: ForwardContext) -> ForwardContext:
         """Adds the shared values that need more than the context."""
-        if FIRST_RESIDUAL in self.reads:
+        if FIRST_RESIDUAL in self.reads and FIRST_RESIDUAL not in context.shared:
             context = context.sharing({FIRST_RESIDUAL: x_BSE})
         for layer in itertools.chain(*self.patterns):
             for key in layer.reads:

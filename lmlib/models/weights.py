@@ -158,7 +158,7 @@ def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> F
 
 
 def fill(module: Any, key: PRNGKeyArray, without: Sequence[str] = (), **sizes: int) -> None:
-    """Sets each declared weight of `module`, in its `__init__`; `None` for those in `without`."""
+    """Sets each declared weight of `module`, in its `__init__`; `None` for names in `without`."""
     for field in dataclasses.fields(module):
         if METADATA in field.metadata:
             absent = field.name in without

@@ -17,14 +17,13 @@ from lmlib.hf.folder import opened, read_copied, read_json
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft.load import Adapters, adapters_in
-from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import Weight
 from lmlib.storage.atomic_file import make_folder
 from runner.config.references import FolderReference, base_of
 from runner.errors import user_errors
 from runner.monitoring.progress_line import told
 from runner.processes.agreement import Read, agreed
-from runner.weights.target import PLAIN, LoadOptions, LoadTarget
+from runner.weights.target import PLAIN, LoadOptions, LoadTarget, without_extra_heads
 from runner.weights.texts import FILE, TextSources, tokenizer_of
 
 ORIGIN = "hugging_face"  # folder in an imported workdir: the source folder's files without weights
@@ -108,14 +107,13 @@ class ModelFolder:
             adapters = self.adapters_of(recipe.bare)
             if adapters is not None:
                 target.check_adapters(adapters.beside(recipe.bare))
-            theirs, ours = self.described.shapes, recipe.bare
-            # A folder's heads of multi-token prediction may be left out.
-            target.check_model(theirs if hasattr(ours, "predictors") else without_heads(theirs))
+            target.check_model(self.described.shapes)
             if target.data is not None:
                 own = tokenizer_of(self.base.folder, self.base.name)
                 if tokenizers_differ(own, target.data.tokenizer):
                     target.check_tokenizer(f"the data was made by {target.data.tokenizer}")
-        arrays = self._read(recipe.bare, target.mesh, recipe.kept)
+        shapes = without_extra_heads(recipe.bare, self.described.shapes)
+        arrays = self._read(shapes, target.mesh, recipe.kept)
         model = recipe.completed(arrays, target.mesh)
         return (model if adapters is None else adapters.into(model)), self.name
 

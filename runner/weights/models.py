@@ -33,7 +33,7 @@ from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
 from lmlib.models.matrices.lora import LoRAMatrix, has_adapters, map_adapted, without_adapters
 from lmlib.models.weights import creator
-from lmlib.optim.average import IN_STATE
+from lmlib.optim.average import EVALUATED, KEPT
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.fingerprint import fingerprint
@@ -56,7 +56,7 @@ from runner.weights.notes import (
     tokenizer_changed,
     tokenizer_in,
 )
-from runner.weights.target import PLAIN, LoadOptions, LoadTarget
+from runner.weights.target import PLAIN, LoadOptions, LoadTarget, without_extra_heads
 from runner.weights.texts import TextSources
 
 _BUFFERS = "buffers"  # the part of the state for weights without gradients
@@ -134,7 +134,7 @@ class SavedRun:
 
     @property
     def name(self) -> str:
-        return f"{shown(self.workdir)}@{self.step}{', the average' * self.options.average}"
+        return f"{shown(self.workdir)}@{self.step}{', the average' if self.options.average else ''}"
 
     @functools.cached_property
     def cfg(self) -> fdl.Config:
@@ -201,6 +201,7 @@ class SavedRun:
         """Returns the model of `target` with these weights, and their name.
 
         Adapters that the checkpoint lacks are initialised; adapters that `target` lacks are merged.
+        Heads of multi-token prediction that it lacks are initialised too, or left out.
         """
         recipe, mesh = target.recipe, target.mesh
         with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
@@ -228,7 +229,7 @@ class SavedRun:
             if self.step == WEIGHTS_ALONE:
                 name = notes.get("initialised_from") or name
             own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
-            options = dataclasses.replace(self.options, average=False)
+            options = dataclasses.replace(self.options, average=None)
             model = eqx.combine(model, frozen_weights(notes, own, mesh, options))
         if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
             if "model" not in target.allowed_changes and self.has_config:
@@ -249,25 +250,32 @@ class SavedRun:
 
     def _part(self, checkpoints: Checkpoints) -> str:
         """Returns the part of the state that holds the requested weights."""
-        if not self.options.average:
+        average = self.options.average
+        if average is not False and checkpoints.names(self.step, EVALUATED):
+            return EVALUATED
+        if not average:
             return "model"
-        if not checkpoints.names(self.step, IN_STATE):
+        if not checkpoints.names(self.step, KEPT):
             raise ConfigError(
                 f"{self.workdir}@{self.step} keeps no average of its weights, since the run's "
                 "`average` was not set: leave out --weights=ema"
             )
-        return IN_STATE
+        return KEPT
 
     def _recipe_of_checkpoint(self, there: Set[str], recipe: Recipe) -> Recipe:
         """Returns the recipe of the run that saved the weights `there`.
 
-        This is `recipe`, or `recipe` without adapters, or the run's own if both lack some weights.
+        This is `recipe`, or `recipe` without adapters, or the run's own if both lack some weights,
+        or have heads of multi-token prediction that the run may lack.
         """
 
         def plain(*, key: Any) -> Any:
             return without_adapters(recipe.model(key=key))
 
-        if there <= _paths(recipe.bare):
+        bare = _paths(recipe.bare)
+        if there < bare and hasattr(recipe.bare, "predictors") and self.has_config:
+            return _in_float32(self.recipe)  # which may have no heads
+        if there <= bare:
             return _in_float32(dataclasses.replace(recipe, model=plain, groups=None))
         if there <= _paths(recipe.shapes) or not self.has_config:
             return recipe
@@ -438,7 +446,7 @@ def _kept(model: Any, recipe: Recipe) -> Any:
             array.delete()
         return made
 
-    return map_weights(keep, recipe.bare)
+    return map_weights(keep, without_extra_heads(recipe.bare, model))
 
 
 def _paths(model: Any) -> set[str]:

@@ -11,6 +11,7 @@ from lmlib.data.batch import Source
 from lmlib.models.differences import differences
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted
+from lmlib.models.multi_token import without_heads
 from lmlib.recipe import Recipe
 from runner.config.references import known_families
 from runner.errors import ConfigError
@@ -27,7 +28,8 @@ class LoadOptions:
     # the new place of the weights that a run began with and did not train, or of the base of
     # adapters in a folder; `None`: their original place
     init_from: str | None = None
-    average: bool = False  # read the run's weight average instead of its last weights
+    # the run's weight average, or its last weights; `None`: as the run evaluated itself
+    average: bool | None = None
     show: Callable[[str], None] = lambda line: None  # called with progress lines and warnings
 
     @functools.cached_property
@@ -53,9 +55,11 @@ class LoadTarget:
     def check_model(self, theirs: Any) -> None:
         """Raises ConfigError unless `theirs`, without adapters, has the same shapes and settings.
 
-        With the change "model", only the shapes must be the same.
+        With the change "model", only the shapes must be the same. Heads of multi-token prediction
+        may be on one side only.
         """
-        found = list(differences(theirs, self.recipe.bare))
+        ours = without_extra_heads(self.recipe.bare, theirs)
+        found = list(differences(without_extra_heads(theirs, ours), ours))
         other_shapes = any(each.of_weights for each in found)
         if not found or (not other_shapes and "model" in self.allowed_changes):
             return
@@ -86,6 +90,11 @@ class LoadTarget:
                 f"it was trained on other data: {problem}, so its ids mean other texts; to "
                 "continue anyway, give --allow_change=data"
             )
+
+
+def without_extra_heads(model: Any, other: Any) -> Any:
+    """Returns `model`, without its heads of multi-token prediction if `other` has none."""
+    return model if hasattr(other, "predictors") else without_heads(model)
 
 
 def _adapter_sizes(model: Any) -> dict[str, str]:

@@ -33,7 +33,8 @@ from lmlib.parallel.layout import sharding
 SOME = ("llama_3_1", "gemma3", "gpt2")
 SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
 # In bfloat16, routers choose some other experts, in transformers too. That changes much more than
-# rounding if shares do not add up to one or gates are steep.
+# rounding if shares do not add up to one or gates are steep. Unlike lmlib, its reference paths of
+# recurrent layers multiply in float32.
 CHOOSY = (
     "deepseek_v3_direct_queries",
     "gpt_oss",
@@ -111,7 +112,7 @@ def test_logits_of_a_prompt(name):
 @pytest.mark.landing
 @pytest.mark.parametrize(
     "name",
-    sentinels([name for name in FAMILIES if name not in CHOOSY], lambda name: name == "llama_3_1"),
+    sentinels(FAMILIES, lambda name: name == "llama_3_1"),
 )
 def test_bfloat16_is_as_close_to_float32_as_in_transformers(name):
     """docs/huggingface.md says where the two round; the factors leave room for chance."""
@@ -124,9 +125,10 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(name):
     def distance(one, other):
         return float(np.linalg.norm(one - other) / np.linalg.norm(exact))
 
-    assert distance(theirs, exact) < 0.02
-    assert distance(ours, exact) <= 1.2 * distance(theirs, exact)
-    assert distance(ours, theirs) <= 1.3 * distance(theirs, exact)
+    assert (distance(theirs, exact) < 0.02) == (name not in CHOOSY)
+    more = 0.2 if name in CHOOSY else 0.0
+    assert distance(ours, exact) <= (1.2 + more) * distance(theirs, exact)
+    assert distance(ours, theirs) <= (1.3 + more) * distance(theirs, exact)
 
 
 @pytest.mark.landing

@@ -9,19 +9,24 @@ import jax.numpy as jnp
 import laid_out
 import numpy as np
 import pytest
+from adapted_models import adapted
 from golden_models import FLOAT32, golden_model
-from hugging_face_families import GOLDEN, tensors
+from hugging_face_families import GOLDEN, assert_close, tensors
+from small_folder import assert_same_weights
 
 from lmlib import hf
+from lmlib.adapters.lora import with_adapters
 from lmlib.hf import tensor_files
 from lmlib.hf.families import described, described_by
 from lmlib.hf.load import load_weights
+from lmlib.hf.peft.load import adapters_in
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.multi_token import MultiTokenDecoder, multi_token, without_heads
 from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.selection import named_weights
 
 HEADS = {  # by name of a golden folder: a prefix for each head
     "deepseek_v3": ("model.layers.3.", "model.layers.4."),
@@ -129,6 +134,27 @@ def test_an_incomplete_head_is_refused(folder, tmp_path):
         hf.load(changed(folder, tmp_path / "lacking", lacking))
 
 
+def test_adapters_of_peft_concern_the_decoder_alone(tmp_path):
+    name = "deepseek_v3_direct_queries"
+    whole = model(name)  # whose head has a q_proj too
+    hf.save_adapters(adapted(name, paths=("*attention.query",)), tmp_path / "peft", trained=())
+    plain, found = (hf.load_adapters(tmp_path / "peft", x) for x in (without_heads(whole), whole))
+    assert_same_weights(without_heads(found), plain)
+    assert_same_weights(found.predictors, whole.predictors)
+    for each, to in ((plain, "plain"), (found, "found")):
+        hf.save_adapters(each, tmp_path / to, trained=())
+    for file in tmp_path.glob("plain/*"):
+        assert (tmp_path / "found" / file.name).read_bytes() == file.read_bytes()
+    names = described_by(json.loads((GOLDEN / name / "config.json").read_text()), "").family.names
+    arguments = adapters_in(tmp_path / "peft", whole, names).arguments(whole)
+    made = jax.eval_shape(lambda: with_adapters(whole, **arguments, key=jax.random.key(0)))
+    assert named_weights(made).keys() == named_weights(found).keys()
+    of_head = with_adapters(whole, paths=("predictors.*.value",), key=jax.random.key(0))
+    for case, trained in ((of_head, ()), (found, ("predictors.*",))):
+        with pytest.raises(ValueError, match="no place for heads of multi-token prediction"):
+            hf.save_adapters(case, tmp_path / "refused", trained=trained)
+
+
 def test_heads_are_left_out_of_folders_of_other_families(tmp_path):
     of = functools.partial(llama, vocab=32, embed=16, layers=1, heads=2, mlp=8)
     hf.save(multi_token(of, key=jax.random.key(0)), tmp_path / "plain")
@@ -137,35 +163,16 @@ def test_heads_are_left_out_of_folders_of_other_families(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_depth_gives_the_logits_and_gradients_of_transformers(folder):
+def test_each_depth_gives_the_logits_and_gradients_of_transformers(folder, tmp_path):
     torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
-    golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
-    modeling_layers = pytest.importorskip("transformers.modeling_layers")
-    main = golden.loaded(folder, "float32")
-    heads = len(HEADS[folder.name])
-    if folder.name.startswith("deepseek"):  # which knows of layer 61
-        main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
-    else:
-        main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
-        main.config.mlp_only_layers, main.config.decoder_sparse_step = [], 1
-    if folder.name == "qwen3_next_some_dense":
-        pytest.skip("transformers would norm with the class of the recurrent last layer")
-    theirs = modeling_layers.MtpModel.from_pretrained(main).eval()
-    made, S = model(folder.name), 100
+    reference = pytest.importorskip("heads_by_transformers", reason="needs lmlib[parity]")
+    reference = reference.Heads(folder, HEADS[folder.name], tmp_path / "torch")
+    made, S, heads = model(folder.name), 100, len(HEADS[folder.name])
     ids = np.random.default_rng(0).integers(0, made.vocab, (1, S + heads)).astype(np.int32)
     targets = np.random.default_rng(1).integers(0, made.vocab, (heads, S))
-
-    inputs = torch.tensor(ids.astype(np.int64))
-    hidden, loss = main.model(inputs[:, :S]).last_hidden_state, 0.0
-    expected, positions = [], torch.arange(S)[None]
-    for depth in range(1, heads + 1):
-        hidden = theirs.forward_layer(
-            depth - 1, hidden, positions, None, input_ids=inputs[:, depth : depth + S]
-        )
-        expected.append(theirs.shared_head(hidden))
-        loss += torch.nn.functional.cross_entropy(
-            expected[-1][0], torch.tensor(targets[depth - 1]), reduction="sum"
-        )
+    expected = [*reference.logits(torch.tensor(ids.astype(np.int64)), S)]
+    pairs = zip(expected, torch.tensor(targets), strict=True)
+    loss = sum(torch.nn.functional.cross_entropy(z[0], t, reduction="sum") for z, t in pairs)
     loss.backward()
 
     @jax.jit
@@ -188,21 +195,7 @@ def test_each_depth_gives_the_logits_and_gradients_of_transformers(folder):
     for one, other in zip(logits, expected, strict=True):
         other = other.detach().numpy()
         assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max()
-    assert isinstance(gradients, MultiTokenDecoder)
-    for depth, layer in enumerate(theirs.layers):
-        head = gradients.predictors[depth]
-        pairs = {
-            "matrix": (head.combination.matrix.T, layer.eh_proj),
-            "embedding": (head.combination.embedding_norm.scale, layer.enorm),
-            "features": (head.combination.features_norm.scale, layer.hnorm),
-            "norm": (head.norm.scale, layer.post_norm),
-        }
-        for one, other in pairs.values():
-            other = other.weight.grad.numpy()
-            assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max()
-    for one, other in (
-        (gradients.embedding, main.model.embed_tokens),
-        (gradients.norm.scale, main.model.norm),
-    ):
-        other = other.weight.grad.numpy()
-        assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max()
+    hf.save(gradients, tmp_path / "ours")
+    ours, theirs = values_of(tmp_path / "ours"), reference.gradients()
+    copies = "layers.3.embed_tokens.weight", "layers.4.embed_tokens.weight", ".head.weight"
+    assert_close({n: x for n, x in ours.items() if not n.endswith(copies)}, theirs, 2e-5)

@@ -121,3 +121,10 @@ def test_dense_layers_that_transformers_writes_as_experts_have_the_usual_names()
     assert names.usual(f"a.{module}.gate_proj.weight") == "a.mlp.gate_proj.weight"
     of_shared = f"a.{module}.shared_experts.gate_proj.weight"
     assert names.usual(of_shared) == of_shared
+
+
+def test_norms_named_as_in_olmo_core_have_the_usual_names():
+    names = described(GOLDEN / "olmo_hybrid").family.names
+    assert names.usual("a.attention_layer_norm.weight") == "a.input_layernorm.weight"
+    assert names.usual("a.feedforward_layer_norm.weight") == "a.post_attention_layernorm.weight"
+    assert names.usual("a.self_attn.q_norm.weight") == "a.self_attn.q_norm.weight"

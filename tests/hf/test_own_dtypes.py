@@ -53,7 +53,7 @@ def test_frozen_weights_with_a_dtype_of_their_own_are_not_rounded(frozen):
 
 
 def test_generation_keeps_the_router_corrections_in_float32():
-    """In bfloat16 they would choose other experts than in training."""
+    """Routers in bfloat16 would choose other experts than in training."""
     model = golden_model("deepseek_v3")
     weights = ready(model, "bfloat16", None, whole=True, int8=False)
     (mixtures,) = (pattern for pattern in model.stack.patterns if hasattr(pattern[0].mlp, "router"))

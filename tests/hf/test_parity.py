@@ -34,8 +34,8 @@ torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
 
-# Weights are the very same; all else is as exact as sums whose order differs between processors.
-BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
+# PyTorch's logarithms in the initial values of decays, and the order of sums, differ between CPUs.
+BOUNDS = {"model": 1e-6, "gradients": 1e-4, "after": 1e-5}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

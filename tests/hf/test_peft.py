@@ -3,6 +3,7 @@ definition in NumPy, and refusals. tests/hf/test_peft_parity.py compares with PE
 
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -97,6 +98,9 @@ def test_written_factors_multiply_to_what_merging_adds(name, tmp_path):
     changed = 0
     for tensor, values in found.items():
         module = tensor.removesuffix(".weight").replace("embed_out", "lm_head")
+        # Names of Kimi's class.
+        module = re.sub(r"(self_attn)\.(f_[ab]_proj)", r"\1.forget_gate.\2", module)
+        module = module.replace("block_sparse_moe.shared_experts", "mlp.shared_experts")
         key = f"base_model.model.{module}.lora_A.weight"
         expected = before[tensor]
         if key in pairs:

@@ -39,8 +39,8 @@ def write(model, name, folder, trained=()):
 def assert_computes(model, name, expected):
     """`model` computes the logits of `expected`, and its merged weights do too."""
     logits = theirs(expected, ids_of(name))
-    # From its own logits in float64, transformers is off by 8.5e-6 here, and lmlib by 1.4e-5.
-    bound = 2e-5 if name == "qwen3_next_some_dense" else 1e-5
+    # Transformers' float32 logits differ from its float64 logits by 2.8e-5, and lmlib's by 8.7e-6.
+    bound = 4e-5 if name == "qwen3_next_some_dense" else 1e-5
     assert_same_logits(model, ids_of(name), logits, bound=bound)
     assert_same_logits(merge(model), ids_of(name), logits, bound=bound)
 

@@ -33,7 +33,7 @@ def log_softmax(logits_V):
 
 
 def capped(logits_V, cap):
-    """The logits, and how they change with what is capped."""
+    """Returns the capped logits, and their derivative."""
     if cap is None:
         return logits_V, np.ones_like(logits_V)
     logits_V = cap * np.tanh(logits_V / cap)

@@ -41,7 +41,7 @@ def base():
 
 
 def adapted(**settings):
-    """The base with adapters that change what it computes."""
+    """Returns the base with adapters that change its output."""
     model = with_adapters(base(), rank=2, key=jax.random.key(1), **settings)
     return map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
 
@@ -49,7 +49,7 @@ def adapted(**settings):
 @functools.cache
 def batch():
     """Rows of up to three pairs of uneven lengths, then padding. Of the second row's first pair no
-    target of the rejected response is marked; the last row has padding alone."""
+    target of the rejected response is marked; the last row has only padding."""
     random = np.random.default_rng(0)
     segment_ids_BS = np.zeros((B, S), np.int32)
     for row in range(B - 1):

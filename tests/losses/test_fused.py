@@ -32,7 +32,7 @@ def inputs(seed=0, scale=5.0, share=0.7):
 
 
 def reference(h_BSE, table_EV, targets_BS, mask_BS, z_loss, cap=None):
-    """What is minimised, the cross-entropy, and the gradients of the first."""
+    """Returns the minimised loss, the cross-entropy, and gradients of the loss."""
     h_BSE, table_EV = np.asarray(h_BSE, np.float64), np.asarray(table_EV, np.float64)
     minimised = cross_entropy = 0.0
     dh_BSE, dtable_EV = np.zeros_like(h_BSE), np.zeros_like(table_EV)
@@ -54,7 +54,7 @@ def reference(h_BSE, table_EV, targets_BS, mask_BS, z_loss, cap=None):
 
 
 def sums_of(h_BSE, table_EV, targets_BS, mask_BS, z_loss=0.0, cap=None, chunk=None):
-    """What is minimised, and the cross-entropy."""
+    """Returns the minimised loss, and the cross-entropy."""
     given = h_BSE, table_EV, targets_BS, mask_BS
     sums = fused_loss(CrossEntropy(z_loss), *given, cap=cap, chunk=chunk)
     return sums.loss_sum, sums.reported["loss"]

@@ -25,7 +25,8 @@ from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import named_weights
-from lmlib.state import Training
+from lmlib.plan.flops import count_flops
+from lmlib.state import Training, abstract_batch, abstract_state
 
 FLOAT32 = Compute(dtype="float32")
 OBJECTIVE = MultiToken(weights=(0.3, 0.2))
@@ -113,6 +114,8 @@ KEPT, LANDING = CASES[6].__eq__, CASES[-1].__eq__
 @pytest.mark.several_devices
 @pytest.mark.parametrize(("mesh", "how"), sentinels(CASES, KEPT, landing=LANDING))
 def test_loss_metrics_and_gradients_equal_those_of_one_device(mesh, how):
+    documents_BS = source.batch(0).segment_ids  # a device has pieces of at least two tokens
+    assert (documents_BS[:, 1:-1:2] == documents_BS[:, 2::2]).sum() > 20, "none crosses a border"
     kind = how.get("kind", ())
     expected = loss_and_gradients((), kind)
     found = loss_and_gradients(mesh, **how)
@@ -190,3 +193,18 @@ def test_flops_are_those_of_the_products():
     attention = 12 * S * heads * head_dim
     of_head = 6 * (2 * E * E + of_layer + V * E) + attention
     assert OBJECTIVE.flops_per_token(model, S, False) == 2 * of_head
+
+    compute, mesh = (
+        Compute(dtype="float32", attention="plain"),
+        make_mesh(devices=jax.devices()[:1]),
+    )
+    training = Training(adamw(1, peak_lr=1e-2), mesh, compute, OBJECTIVE)
+    numbers, state = training.hyperparameters, abstract_state(lambda: model, training)
+    step = functools.partial(train.step, hyperparameters=numbers, training=training)
+    with jax.set_mesh(mesh):
+        found = count_flops(jax.make_jaxpr(step)(state, abstract_batch(B, S, mesh)))
+    of_decoder = 2 * (6 * of_layer + attention) + 6 * V * E
+    assert found.of("forward", "backward") == (of_decoder + 2 * of_head) * B * S
+    # Each layer again, but for its last product, and neither combinations nor logits.
+    again = 2 * (of_layer - E * F) + attention / 3
+    assert found.of("recomputation") == 4 * again * B * S

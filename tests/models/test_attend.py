@@ -131,7 +131,7 @@ def assert_bfloat16_is_close(implementation, whole_rows=False, **options):
     ),
 )
 def test_outputs_and_gradients_match_the_definition(implementation, options):
-    """In float32, or in bfloat16 for an implementation without a wider dtype."""
+    """Uses float32, or bfloat16 for an implementation without a wider dtype."""
     options = {"window": None} | options
     if implementation == "cudnn":
         assert_bfloat16_is_close(implementation, **options)
@@ -147,7 +147,7 @@ def test_outputs_and_gradients_match_the_definition(implementation, options):
 )
 @pytest.mark.parametrize("whole_rows", [False, True])
 def test_the_arguments_of_cudnn_follow_the_definition(options, whole_rows, monkeypatch):
-    """Its kernel runs on NVIDIA GPUs alone, but XLA can be given the same call."""
+    """Its kernel runs only on NVIDIA GPUs, but XLA accepts the same call elsewhere."""
     call = jax.nn.dot_product_attention
 
     def by_xla(*arrays, implementation, **settings):

@@ -54,7 +54,7 @@ AT_EACH_LANDING = (
 @functools.cache
 def arrays(fused, S, kv_heads):
     """Queries of four heads, keys, values, an arriving gradient and segments; half of the rows are
-    one document, the others several whose borders lie anywhere."""
+    one document, the others several with borders anywhere."""
     random, (B, D) = np.random.default_rng(kv_heads), (2, 64) if fused else (4, 8)
     q, d = random.normal(size=(2, B, S, 4, D))
     k, v = random.normal(size=(2, B, S, kv_heads, D))

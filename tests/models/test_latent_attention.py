@@ -26,7 +26,7 @@ FIRST = 9  # of the second document of each row
 
 @functools.cache
 def made(query_latent=12, interleaved=True):
-    """With weights that leave nothing out: no scale of a norm at one."""
+    """No scale of a norm is 1, so that each has an effect."""
     rotary = Rotary(R, 500.0, interleaved=interleaved)
     part = LatentAttention(
         E, H, D, R, V, L, query_latent, rotary, scale=0.4, key=jax.random.key(0)

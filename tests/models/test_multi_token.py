@@ -36,7 +36,7 @@ def rows():
 
 
 class OneLayer:
-    """What `reference_logits` reads of a model: here a head, whose tokens are indices of x."""
+    """A head with the attributes that `reference_logits` reads. Its tokens are indices of x."""
 
     def __init__(self, head, table_EV, x_BSE):
         self.stack, self.norm, self.unembedding = head.stack, head.norm, table_EV

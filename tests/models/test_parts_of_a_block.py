@@ -33,7 +33,7 @@ context = single_document_context(jnp.zeros((B, S), jnp.int32), Compute(dtype="f
 
 
 def moved(module):
-    """With every array off its initial values, so that none can be left out unnoticed."""
+    """Changes every array's initial values, so that none can be left out unnoticed."""
     leaves, structure = jax.tree.flatten(module)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     return jax.tree.unflatten(
@@ -211,7 +211,7 @@ ROTARY = Rotary(6, 100.0, SCALING)
 
 
 def reference(positions, factors):
-    """In float64, from the definition."""
+    """Computes the definition in float64."""
     frequency_D = 100.0 ** (-np.arange(0, 6, 2) / 6) / np.array(factors)
     angle_SD = np.asarray(positions)[:, None] * frequency_D
     return 1.2 * np.cos(angle_SD), 1.2 * np.sin(angle_SD)

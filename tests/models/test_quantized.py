@@ -41,14 +41,17 @@ LIMITS = {
     jnp.float8_e4m3fn: (448.0, 2**-4, 2**-6 * 2**-4),
     jnp.float8_e5m2: (57_344.0, 2**-3, 2**-14 * 2**-3),
 }
-FLOAT32 = 1e-5  # what divisions, scales and sums in float32 may add
+FLOAT32 = 1e-5  # error of divisions, scales and sums in float32
 
 
 def rounding_error(x, summed, dtype):
     """The most by which each element of x may be off, in float64."""
     largest, relative, absolute = LIMITS[dtype]
     least = np.finfo(np.float32).tiny
-    scale = np.maximum(np.abs(x).max(axis=summed, keepdims=True) / largest, least)
+    scale = np.abs(x).max(axis=summed, keepdims=True) / largest
+    if relative:  # the next power of two
+        scale = 2 ** np.ceil(np.log2(np.maximum(scale, least)))
+    scale = np.maximum(scale, least)
     return (1 + FLOAT32) * np.maximum(relative * np.abs(x), absolute * scale) + FLOAT32 * np.abs(x)
 
 
@@ -103,7 +106,7 @@ def test_gradients_are_straight_through(precision, equation):
         f"{y_axes},{w_axes}->{x_axes}", *wide(dy, w), (backward_format, forward_format)
     )
     assert np.all(np.abs(dx - expected) <= error)
-    # From x and dy as they were, neither rounded.
+    # Computed from x and dy before rounding.
     expected = np.einsum(f"{x_axes},{y_axes}->{w_axes}", *wide(x, dy))
     size = np.einsum(f"{x_axes},{y_axes}->{w_axes}", *wide(np.abs(x), np.abs(dy)))
     assert np.all(np.abs(dw - expected) <= FLOAT32 * size)
@@ -171,7 +174,7 @@ def test_a_model_learns_alike_on_any_mesh():
         run = experiment(model, mesh, compute, functools.partial(adamw, peak_lr=1e-2))
         metrics, _ = trained(run, compiled(run), run.initial_state(), first=3)
         losses.append([of_step["loss"] for of_step in metrics])
-    # A last bit of difference sends some numbers to the neighbour of what they were rounded to.
+    # A difference in the last bit rounds some numbers to the neighbouring value.
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
 
 

@@ -186,7 +186,7 @@ def setting(value):
 
 
 def mixer(base=Part, matrix=None, call=None, **attributes):
-    """A mixer with one field `w`: its annotation, its declaration and, maybe, what makes it."""
+    """A mixer with one field `w`: its annotation, its declaration and, optionally, its maker."""
     annotation, declared, *made = matrix or (Float[Array, "embed mlp"], weight(fan_in("embed")))
 
     def usual(self, x_BSE, context, cache=None):

@@ -51,7 +51,7 @@ def make(key=None, **settings):
 
 @functools.cache
 def model():
-    """Of weights that are all off their initial values, so that none can be left out unnoticed."""
+    """No weight has its initial value, so that none can be left out unnoticed."""
     random = np.random.default_rng(1)
     return jax.tree.map(
         lambda w: w + 0.2 * random.normal(size=w.shape).astype(w.dtype), jax.jit(make)()
@@ -166,7 +166,7 @@ def test_a_table_of_values_rests_where_it_is_used():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, MESHES[1], MESHES[2]], ids=str)
 def test_generation_equals_the_full_pass(mesh):
-    """Prompts in chunks, of which the last layer makes one token alone, then token by token."""
+    """Prompts in chunks, with one token in the last layer, and then token by token."""
     mesh = make_mesh(**mesh)
     generator = Generator(
         laid_out(model(), mesh), mesh=mesh, compute=FLOAT32, rows=8, length=32, chunk=8
@@ -184,7 +184,7 @@ def test_generation_equals_the_full_pass(mesh):
 @pytest.mark.slow
 @pytest.mark.several_devices
 def test_adapters_beside_every_matrix_and_table():
-    """On a mesh, what the model makes with its adapters merged."""
+    """The adapted model on a mesh computes the same as the merged one."""
     mesh = make_mesh(fsdp=2, tensor=4)
     adapted = with_adapters(model(), rank=4, key=jax.random.key(3))
     assert any(path.endswith("value_embedding.table.up") for path in named_weights(adapted))
@@ -230,7 +230,7 @@ def test_flops_count_what_is_multiplied():
 
 @pytest.mark.slow
 def test_the_reading_of_attention_is_that_of_the_layer():
-    """Weights of the first layer, from what it is given."""
+    """The weights of the first layer follow from its input."""
     context = dataclasses.replace(
         single_document_context(tokens(), FLOAT32),
         observe=lambda call: call.layer.attention_weights(call.before, call.context),
@@ -246,7 +246,7 @@ def test_the_reading_of_attention_is_that_of_the_layer():
 def test_no_folder_of_hugging_faces_describes_it(tmp_path):
     with pytest.raises(ValueError, match=r"none of .* is this model"):
         hf.save(make(), tmp_path / "whole")
-    with pytest.raises(ValueError, match="a ResidualScales where the family has a TwoParts"):
+    with pytest.raises(ValueError, match="a ResidualScales where the family has a BlockBase"):
         hf.save(make(), tmp_path / "llama", model_type="llama")
     gated = dict(residual_scales=False, squared_relu=False, window=None, attention_scale=None)
     for left, reason in (

@@ -1,4 +1,4 @@
-"""What Triton's kernel visits, and whether it compiles for the GPUs that plan knows."""
+"""Triton's kernel visits the right tiles, and compiles for all GPUs that `plan` knows."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def test_tiles_that_see_each_other_are_visited_and_others_seldom(row):
 
 
 def within(ranges_4, tiles):
-    """Which tiles are in the outer range, and which in the inner, of (…, 4) ranges."""
+    """Returns masks of the tiles in the outer and in the inner range, from (…, 4) ranges."""
     first, first_whole, after_whole, after = np.moveaxis(ranges_4[..., None], -2, 0)
     numbers = np.arange(tiles)
     return (first <= numbers) & (numbers < after), (
@@ -132,7 +132,7 @@ ROW, TILE = 128, 8
 
 
 def pairs(info, device):
-    """Of a list of tiles for each column: (tile, column) of those that are computed."""
+    """Returns (tile, column) of each computed tile, from a list of tiles for each column."""
     tiles, computed = info.data_next[device, 0], info.block_mask[device, 0]
     return {(int(tiles[i, j]), j) for i, j in zip(*np.nonzero(computed), strict=True)}
 
@@ -158,6 +158,6 @@ def test_they_are_those_in_which_a_query_sees_a_key(order, devices, window):
         )
         assert {(n, m) for m, n in pairs(of_queries, device)} == expected
         assert pairs(to_queries, device) == expected
-        # What is fetched but not computed is there.
+        # Tiles that are fetched but not computed exist.
         for info in (to_keys, to_queries):
             assert info.data_next.min() >= 0 and info.data_next.max() < ROW // TILE

@@ -102,7 +102,7 @@ class BiasedByPosition(Part):
 
 
 def test_longer_sequences_than_there_are_positions_are_refused():
-    """What does not ask the model's own check also asks here: `make` has no limit in its check."""
+    """Places without the model's own check refuse too; the check of `make` sets no limit."""
     run = experiment(make, {"fsdp": 1})
     model = jax.eval_shape(make, key=jax.random.key(0))
     biased = functools.partial(llama_of_any_length, feed_forward=BiasedByPosition)

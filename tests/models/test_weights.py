@@ -44,7 +44,7 @@ def test_values_are_bell_shaped_with_the_deviation_asked_for():
     assert abs(values.mean()) < 0.005
     assert values.std() == pytest.approx(1.0, abs=0.005)
     assert np.abs(values).max() <= np.sqrt(12)
-    # Of a sum of four uniforms: excess kurtosis -6 / (5 · 4), no skew.
+    # A sum of four uniforms has an excess kurtosis of -6 / (5 · 4) and a skew of 0.
     assert np.mean(values**4) == pytest.approx(3 - 0.3, abs=0.02)
     assert abs(np.mean(values**3)) < 0.01
     shares = np.mean(np.abs(values)[:, None] < [1.0, 2.0], axis=0)
@@ -63,7 +63,7 @@ def test_products_have_the_bits_of_exact_integers():
 
 @pytest.mark.parametrize("tied", sentinels([False, True], bool))
 def test_initial_values_of_llama(tied):
-    """As `llama` says: matrices by fan-in, what each of 3 layers writes twice / √6."""
+    """Matrices are scaled by fan-in, and the two outputs of each of 3 layers also by 1 / √6."""
     sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}
     make = functools.partial(llama, layers=3, tied=tied, key=jax.random.key(0), **sizes)
     model = jax.jit(make)()
@@ -86,7 +86,7 @@ def test_initial_values_of_llama(tied):
 
 
 class Experts(eqx.Module):
-    """As a mixture of experts has them."""
+    """Weights of a mixture of experts."""
 
     up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules={"experts": None})
     down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules={"experts": None})
@@ -174,8 +174,10 @@ VOCAB = 512
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def first_loss(family, tied, embed, dtype):
-    """The mean over tokens, each followed by itself or by another: what the table of a tied model
-    makes of the token that it reads is a part of it."""
+    """Returns the mean loss over tokens.
+
+    A token may follow itself, so the loss includes a tied table's logit of the token just read.
+    """
     model = family(VOCAB, embed, 2, 4, mlp=2 * embed, tied=tied, key=jax.random.key(0))
     tokens_BS = jax.random.randint(jax.random.key(1), (8, 64), 0, VOCAB, jnp.int32)
     log_probabilities = jax.nn.log_softmax(

@@ -1,4 +1,4 @@
-"""Small golden models with adapters that are not zero, and what they compute."""
+"""Small golden models with adapters that are not zero, and their logits."""
 
 import functools
 

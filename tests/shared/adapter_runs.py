@@ -28,5 +28,8 @@ def write_adapter_run(cfg: fdl.Config, base: Path, workdir: Path, change: float 
     frozen = frozen_note(parts.frozen, recipe)
     notes = {"initialised_from": origin, "frozen": frozen, "batches": NO_BATCHES}
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"model": trained}, notes)
-    return eqx.combine(trained, parts.frozen)
+        buffers = {} if parts.buffers is None else {"buffers": parts.buffers}
+        checkpoints.save(2, {"model": trained, **buffers}, notes)
+    return eqx.combine(
+        *(each for each in (trained, parts.buffers, parts.frozen) if each is not None)
+    )

@@ -1,4 +1,4 @@
-"""Devices that are not there, for tests of what is compiled for them."""
+"""Absent devices, for tests of programs compiled for them."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""The smallest model there is: the logits of a token are a function of the token before alone."""
+"""The smallest model there is: the logits depend only on the token before."""
 
 import jax
 from jaxtyping import Array, Float

@@ -20,7 +20,7 @@ def content_of(name):
 
 
 def keys_of(content, within=()):
-    """The path of each key, those of nested objects too."""
+    """Returns the path of each key, also in nested objects."""
     for key, value in content.items():
         yield (*within, key)
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ from jaxtyping import AbstractArray, jaxtyped
 
 
 def check_annotations(package: str) -> None:
-    """Checks those of all modules of `package` that are imported from now on."""
+    """Checks the annotations of all modules of `package` that are imported from now on."""
     sys.meta_path.insert(0, _Finder(package))
 
 

@@ -1,4 +1,4 @@
-"""What the commands of README and docs/ find in the folder where tests run them."""
+"""The files that commands of README and docs/ find where tests run them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, read from its event files."""
+"""TensorBoard's view of a run, read from its event files."""
 
 from pathlib import Path
 

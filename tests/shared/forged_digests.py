@@ -1,4 +1,4 @@
-"""Digests of what a shard holds after a test has changed it, so that only other checks can tell."""
+"""New digests of a shard that a test has changed, so that only other checks can notice."""
 
 import contextlib
 import json

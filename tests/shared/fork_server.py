@@ -39,7 +39,7 @@ IMPORTED = (
 
 
 def import_all() -> dict[str, str]:
-    """Imports what commands need; returns the variables that this has put into the environment."""
+    """Imports the modules of commands; returns the environment variables that this has set."""
     before = set(os.environ.items())
     for name in IMPORTED:
         importlib.import_module(name)

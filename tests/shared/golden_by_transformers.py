@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import changed_keys
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 
 def random_model(kind: str, keys: dict[str, Any]) -> Any:
-    """With weights that leave nothing out: no bias at zero, no scale at one."""
+    """Makes a model with random weights. No bias is 0 and no scale is 1, so each has an effect."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **keys)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -74,8 +75,8 @@ def save(model: Any, folder: Path) -> None:
     """Writes a folder, with the names and shapes of the published one.
 
     transformers 5.23 cuts OLMo Hybrid's filters of queries, keys and values into thirds of equal
-    size, and gives the first norm of its layers with attention the name of the second one in other
-    layers. It writes the MLPs of Kimi Linear's dense layers as if they were experts.
+    size, and gives its norms the names that OLMo-core uses. It writes the MLPs of Kimi Linear's
+    dense layers as if they were experts.
     """
     model.save_pretrained(folder)
     if model.config.model_type not in ("olmo_hybrid", "kimi_linear"):
@@ -84,19 +85,20 @@ def save(model: Any, folder: Path) -> None:
     if model.config.model_type == "kimi_linear":
         held = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): x for n, x in held.items()}
     else:
-        _as_published(held, model.config.layer_types)
+        names = {"attention_layer_norm": "input", "feedforward_layer_norm": "post_attention"}
+        held = {
+            re.sub("|".join(names), lambda at: f"{names[at[0]]}_layernorm", n): x
+            for n, x in held.items()
+        }
+        _cut_filters(held, model.config.layer_types)
     save_file(held, folder / "model.safetensors", {"format": "pt"})
 
 
-def _as_published(held: dict[str, torch.Tensor], kinds: list[str]) -> None:
-    """Renames and cuts OLMo Hybrid's tensors."""
+def _cut_filters(held: dict[str, torch.Tensor], kinds: list[str]) -> None:
+    """Cuts OLMo Hybrid's filters where queries, keys and values end."""
     for number, kind in enumerate(kinds):
-        layer = f"model.layers.{number}."
-        if kind == "full_attention":
-            norm = held.pop(f"{layer}feedforward_layer_norm.weight")
-            held[f"{layer}post_attention_layernorm.weight"] = norm
-        else:
-            names = [f"{layer}linear_attn.{name}_conv1d.weight" for name in "qkv"]
+        if kind == "linear_attention":
+            names = [f"model.layers.{number}.linear_attn.{name}_conv1d.weight" for name in "qkv"]
             sizes = [len(held[name.replace("conv1d", "proj")]) for name in names]
             filters = torch.cat([held[name] for name in names]).split(sizes)
             held.update({name: each.clone() for name, each in zip(names, filters, strict=True)})
@@ -109,12 +111,27 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     save(model, folder)
     logits = logits_of_prompt(model, vocab)
     in_bfloat16 = logits_of_prompt(loaded(folder, "bfloat16"), vocab)
-    batch = tokens(vocab)[1]
-    output = model(torch.tensor(batch[:, :-1])).logits
-    loss = torch.nn.functional.cross_entropy(
-        output.flatten(0, 1), torch.tensor(batch[:, 1:]).flatten()
-    )
-    loss.backward()
+    expected = {"logits": logits, "logits_bfloat16": in_bfloat16, "loss": write_step(folder, model)}
+    save_file(expected, folder / "expected.safetensors")
+
+
+def write_step(folder: Path, model: Any) -> torch.Tensor:
+    """Writes the gradients and the weights after a step, and returns the loss.
+
+    In float64: AdamW's first step is large where a gradient is as small as its rounding.
+    """
+    batch = tokens(model.config.vocab_size)[1]
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")  # others have no products in float64
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        output = model(torch.tensor(batch[:, :-1])).logits
+        loss = torch.nn.functional.cross_entropy(
+            output.flatten(0, 1), torch.tensor(batch[:, 1:]).flatten()
+        )
+        loss.backward()
     names = dict(model.named_parameters())
     of_buffers = {name: torch.zeros_like(each) for name, each in kept_buffers(model).items()}
     of_names = {name: weight.grad for name, weight in names.items()}
@@ -129,10 +146,10 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     )
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, **ADAMW).step()
-    save_file(gradients, folder / "gradients.safetensors")
-    save_file(as_saved(model, names), folder / "after.safetensors")
-    expected = {"logits": logits, "logits_bfloat16": in_bfloat16, "loss": loss.detach()}
-    save_file(expected, folder / "expected.safetensors")
+    for kind, values in {"gradients": gradients, "after": as_saved(model, names)}.items():
+        narrow = {name: each.float() for name, each in values.items()}
+        save_file(narrow, folder / f"{kind}.safetensors")
+    return loss.detach().float()
 
 
 def logits_of_content(folder: Path, content: dict[str, Any]) -> Any:
@@ -150,7 +167,7 @@ def logits_of_content(folder: Path, content: dict[str, Any]) -> Any:
 
 
 def outcomes_of_changed_keys(name: str) -> dict[str, Any]:
-    """As `changed_keys.OUTCOMES`, of one golden folder."""
+    """Returns the entry of one golden folder in `changed_keys.OUTCOMES`."""
     whole, found = changed_keys.content_of(name), dict[str, Any]()
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)

@@ -1,4 +1,4 @@
-"""The golden models, put together by NumPy, and what a prompt's tokens mean to them."""
+"""The golden models, put together by NumPy, and their logits."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Small random models of every family: their configs, and what of them is compared."""
+"""Small random models of every family: their configs, prompts and comparisons."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def _keys(entry: dict[str, Any]) -> dict[str, Any]:
-    """The keys of config.json: those of `SIZES`, unless it stands alone, and its own."""
+    """Returns the keys of a config.json: the entry's own, and `SIZES` unless it is "alone"."""
     shared = {} if entry.get("alone") else SIZES
     own = {key: value for key, value in entry.items() if key not in _ABOUT}
     return {k: v for k, v in (shared | own).items() if k not in entry.get("without", ())}
@@ -30,8 +30,8 @@ EDGES = {
     name: (each["golden"], {key: value for key, value in each.items() if key != "golden"})
     for name, each in _TABLES["edges"].items()
 }
-# Without those that differ from another in constants of their rope alone, which neither gradients
-# nor names nor adapters know of.
+# Some families differ only in constants of the rope. Gradients, names and adapters do not depend on
+# them, so one of each kind is enough.
 KINDS = tuple(
     name
     for name in FAMILIES
@@ -48,8 +48,8 @@ HYBRIDS = tuple(
     for name, (kind, _) in FAMILIES.items()
     if kind in ("qwen3_next", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2", "kimi_linear")
 )
-# By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
-# ours the folder holds whole.
+# By name of the golden folder of adapters: the base, PEFT's config, and the paths of weights that
+# the folder stores whole.
 ADAPTERS = {
     name: (each["base"], each["config"], tuple(each["whole"]))
     for name, each in _TABLES["adapters"].items()

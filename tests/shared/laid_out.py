@@ -20,7 +20,7 @@ M = TypeVar("M")
 
 
 def drawn(shapes: M, seed: int = 0) -> M:
-    """A model of these `shapes` with values from NumPy, about as large as those of a new one."""
+    """A model of these `shapes` with values from NumPy, about as large as a new model's."""
     random = np.random.default_rng(seed)
 
     def values(weight, leaf):
@@ -30,6 +30,24 @@ def drawn(shapes: M, seed: int = 0) -> M:
         return jnp.asarray(random.normal(middle, 0.2, leaf.shape), leaf.dtype)
 
     return map_weights(values, shapes)
+
+
+def as_dict(model, of=lambda x: x):
+    """The weights by path, with the arrays of each layer apart."""
+    found = {}
+    map_weights(lambda w, x: found.update({w.path: of(x)}), model)
+    return found
+
+
+def layers_of(weights, model):
+    """The weights of each layer, by the path inside it."""
+    for p, pattern in enumerate(model.stack.patterns):
+        for r in range(jax.tree.leaves(pattern)[0].shape[0]):
+            for j in range(len(pattern)):
+                start = f"stack.patterns.{p}.{j}."
+                yield {
+                    path.removeprefix(start): x[r] for path, x in weights.items() if start in path
+                }
 
 
 def laid_out(model: M, mesh: Mesh) -> M:
@@ -63,5 +81,5 @@ def assert_near(found: Any, expected: Any, bound: float = 1e-5, least: float = 0
 
 
 def first_state(model, optimizer: Optimizer, mesh: Mesh, **settings) -> State:
-    """As `initial_state`, of a copy of `model`; `settings`: of `Training`."""
+    """Returns `initial_state` of a copy of `model`; `settings` are arguments of `Training`."""
     return initial_state(laid_out(model, mesh), Training(optimizer, mesh, **settings))

@@ -12,7 +12,7 @@ NUMBER = 10**7  # more sequences than any test takes from a source
 
 
 class Numbered:
-    """Sequence k of source `code` is the token code·NUMBER + k; remembers what was read."""
+    """Sequence k of source `code` is the token code·NUMBER + k; remembers the sequences read."""
 
     def __init__(
         self,

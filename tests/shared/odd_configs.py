@@ -17,7 +17,7 @@ READ = {
            _changes(case, "plain", "plain without"))
     for name, case in _TABLES["read"].items()
 }  # fmt: skip
-# The golden folder, keys, and what is said of them.
+# The golden folder, keys, and a part of the message.
 REFUSED = [
     *((case["golden"], _changes(case), case["told"]) for case in _TABLES["refused"]),
     ("llama", {"rms_norm_eps": math.inf}, ": rms_norm_eps = inf is invalid"),

@@ -1,4 +1,4 @@
-"""Commands on a terminal of their own, and what they send to it."""
+"""Commands on a terminal of their own, and their output."""
 
 import os
 import pty
@@ -33,7 +33,7 @@ def run_on_terminal(*arguments: str, typed: Sequence[str] = ()) -> tuple[int, st
     """
     ours, its = pty.openpty()
     settings = termios.tcgetattr(its)
-    settings[1] &= ~termios.OPOST  # what is sent is what is read here
+    settings[1] &= ~termios.OPOST  # output is read as it was sent
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(its, termios.TCSANOW, settings)
     termios.tcsetwinsize(its, (24, 120))

@@ -15,10 +15,10 @@ def _counted(table: dict[str, Any]) -> dict[str, tuple[int, dict[str, Any]]]:
 
 
 # By experiment: each is the model of its family at the smallest published size. gpt-oss lacks its
-# quantization_config. LFM2's keys are from memory.
+# quantization_config.
 PUBLISHED = _counted(_TABLES["published"])
-# Of no experiment: whole files with keys that no class of transformers reads, or that are of other
-# heads. Phi-4 mini lacks its factors.
+# Whole files without an experiment. They have keys that transformers does not read, or that belong
+# to other heads. Phi-4 mini lacks its factors.
 ODDLY_KEYED = _counted(_TABLES["oddly keyed"])
 
 

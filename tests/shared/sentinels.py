@@ -1,4 +1,4 @@
-"""Cases of a test of which some run by default and the others do not."""
+"""Cases of a test. Some run by default, the others do not."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -98,7 +98,7 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *arguments).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says of a job: "JobState", "Restarts" and more."""
+        """Returns SLURM's fields of a job: "JobState", "Restarts" and more."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def hurried(self, number: str) -> dict[str, str]:
@@ -152,7 +152,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _environments():
-    """Of each process of this user: its number and its variables."""
+    """Yields the number and the variables of each process of this user."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             content = (entry / "environ").read_bytes().decode(errors="replace")

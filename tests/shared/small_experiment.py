@@ -1,4 +1,4 @@
-"""An experiment for what a run does around its model: it compiles in a fifth of a Llama's time."""
+"""An experiment for tests of everything but the model; compiles in a fifth of a Llama's time."""
 
 import fiddle as fdl
 from bigram import Bigram

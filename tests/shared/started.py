@@ -1,4 +1,4 @@
-"""Processes that are started, watched and ended; what each writes goes to a file."""
+"""Processes that are started, watched and ended; each writes its output to a file."""
 
 import socket
 import subprocess

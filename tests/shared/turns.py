@@ -8,7 +8,7 @@ import pytest
 def left_for_another(items: list[pytest.Item], turn: str) -> list[pytest.Item]:
     """Returns the slow cases that are not of this turn "K/N", part K of N.
 
-    Raises pytest.UsageError if it is no turn.
+    Raises pytest.UsageError if it is not a turn.
     """
     number, slash, turns = turn.partition("/")
     if not (slash and number.isdecimal() and turns.isdecimal() and int(turns) > 0):

@@ -22,6 +22,7 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.family import Family, Names
 from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.matrices.lora import adapted, has_adapters
+from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import storage_spec
 from lmlib.parallel.selection import named_weights
@@ -180,9 +181,10 @@ def load_adapters(
 def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     """Reads a PEFT folder's adapters for `base`, whose arrays may be shapes.
 
-    Raises FolderError if the folder cannot be used, or is for another model.
+    PEFT does not know heads of multi-token prediction, so these have none. Raises FolderError if
+    the folder cannot be used, or is for another model.
     """
-    config, tensors = read_config(folder), _tensors(folder)
+    base, config, tensors = without_heads(base), read_config(folder), _tensors(folder)
     every = [*modules_of(base, names).values(), *modules_of_experts(base, names).values()]
     modules = nested(
         module

@@ -21,6 +21,7 @@ from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, out_of_range, require_
 from lmlib.hf.tensor_files import begin_files, laid_out, write
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
+from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
@@ -44,9 +45,9 @@ def save_adapters(
     The files are adapter_config.json and adapter_model.safetensors. With several processes, each
     must call this, and all must see the folder.
 
-    PEFT takes all other weights from the base. If anything other than the adapters was trained, it
-    has to be in `trained`, or PEFT loads another model. A model does not record this, so `trained`
-    has no default.
+    PEFT takes all other weights from the base, without heads of multi-token prediction. If anything
+    other than the adapters was trained, it has to be in `trained`, or PEFT loads another model. A
+    model does not record this, so `trained` has no default.
 
     If a tensor of the base's folder contains several weights (Phi-3's qkv_proj, experts'
     gate_up_proj), its rank is the sum of the ranks of their adapters, each with its own rows and
@@ -118,9 +119,16 @@ def _held(
     if not adapters:
         raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
     family, _ = family_of(shapes, model_type, families)
+    changed = selected(named_weights(shapes), trained, ())
+    for path in (*adapters, *changed):
+        if path.startswith("predictors."):
+            raise ValueError(
+                f"PEFT's format has no place for heads of multi-token prediction, and {path} was "
+                "trained: write the model with its adapters merged"
+            )
+    shapes = without_heads(shapes)
     modules = modules_of(shapes, family.names)
     adapted = {module.holder for module in _with_adapters(modules, adapters)}
-    changed = selected(named_weights(shapes), trained, ())
     return modules, adapters, kept(shapes, family.names, adapted, changed)
 
 

@@ -22,6 +22,8 @@ from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.weights import fan_in, fill, fold_in_name, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
+QKV = tuple[Array, Array, Array]  # queries, keys and values
+
 
 class Attention(Part):
     """softmax(scale · q kᵀ) v, where G query heads share each key-value head (arXiv:2305.13245).
@@ -106,8 +108,10 @@ class Attention(Part):
         self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Any]:
         """A mixer's call; the cache is a `KeysAndValues`. `tensor` sums the last product."""
-        compute = context.compute
-        q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
+        return self.attended(self._projected(x_BSE, context), x_BSE, context, cache)
+
+    def attended(self, qkv: QKV, x_BSE: Array, context: ForwardContext, cache: Any) -> Any:
+        (q_BSHD, k_BTKD, v_BTKD), compute = qkv, context.compute
         if cache is not None:
             from lmlib.models.parts.cache import attend_cached, extended  # only generation needs it
         with jax.named_scope("attention"):
@@ -145,15 +149,23 @@ class Attention(Part):
             soft_cap=self.soft_cap, sinks_H=self.sinks,
         )  # fmt: skip
 
-    def _projected(self, x_BSE: Array, context: ForwardContext) -> tuple[Array, Array, Array]:
-        """Queries, keys and values after biases, norms and rotation."""
+    def _projected(self, x_BSE: Array, context: ForwardContext) -> QKV:
+        return self.rotated(self.products(x_BSE, context), context)
+
+    def products(self, x_BSE: Array, context: ForwardContext) -> QKV:
+        """Queries, keys and values with their biases."""
         precision = context.compute.precision("projections")
         with jax.named_scope("projections"):
             q_BSHD = matmul("bse,ehd->bshd", x_BSE, self.query, precision)
             k_BTKD = matmul("bte,ekd->btkd", x_BSE, self.key, precision)
             v_BTKD = matmul("bte,ekd->btkd", x_BSE, self.value, precision)
             q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
-            v_BTKD = _biased(v_BTKD, self.value_bias)
+            return q_BSHD, k_BTKD, _biased(v_BTKD, self.value_bias)
+
+    def rotated(self, qkv: QKV, context: ForwardContext) -> QKV:
+        """Queries, keys and values after value embeddings, norms and rotation."""
+        q_BSHD, k_BTKD, v_BTKD = qkv
+        with jax.named_scope("projections"):
             if self.value_embedding is not None:
                 v_BTKD = self.value_embedding(v_BTKD, context)
             v_BTKD = checkpoint_name(v_BTKD, "value")

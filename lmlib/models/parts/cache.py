@@ -19,6 +19,7 @@ from lmlib.models.attend.kernel import Options, with_sinks
 from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 
+_FEW = 16  # tokens of a row that a call writes in place, one by one
 _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 
 
@@ -91,15 +92,18 @@ def attend_cached(
     after = extended(cache, k_BSKD, v_BSKV, positions_BS)
     heads, kv_heads = (partition(f"batch seq {each} head_dim") for each in ("heads", "kv_heads"))
     queries = [q_BSHD] if of_values_BSHV is None else [q_BSHD, of_values_BSHV]
-    # One token has not overwritten any key that it attends to.
-    before = after if q_BSHD.shape[1] == 1 else cache
+    S, slots = q_BSHD.shape[1], cache.keys.shape[-1]
+    # True if no token overwrites a key that another one attends to: in a ring with room for both,
+    # and in a cache that is no ring, which has fewer slots than a window.
+    in_place = options.window is None or not 0 <= slots - options.window < S - 1
+    read = after if in_place else cache
     mixed_BSHV, log_normaliser_BSH = shard_map(
-        functools.partial(_attend, options),
+        functools.partial(_attend, options, in_place),
         (partition(_KEYS), partition(_VALUES), partition("batch seq"), kv_heads, kv_heads)
         + (heads,) * len(queries),
         (heads, partition("batch seq heads")),
         tracked=False,
-    )(before.keys, before.values, positions_BS, k_BSKD, v_BSKV, *queries)
+    )(read.keys, read.values, positions_BS, k_BSKD, v_BSKV, *queries)
     if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return mixed_BSHV, after
@@ -130,9 +134,9 @@ def _written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
     N, dtype = keys_BKDN.shape[3], keys_BKDN.dtype
-    if k_BSKD.shape[1] == 1:
-        token = k_BSKD[:, 0].astype(dtype), v_BSKV[:, 0].astype(dtype), positions_BS[:, 0]
-        return _token_written(keys_BKDN, values_BKNV, *token)
+    if k_BSKD.shape[1] <= min(_FEW, N):
+        given = k_BSKD.astype(dtype), v_BSKV.astype(dtype), positions_BS
+        return _few_written(keys_BKDN, values_BKNV, *given)
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
     # Index of the new token for each slot; a negative one leaves the slot unchanged.
     source_BN = _positions_in(N, newest_B) - first_B[:, None]
@@ -147,45 +151,43 @@ def _written(
     )
 
 
-def _token_written(
-    keys_BKDN: Array, values_BKNV: Array, k_BKD: Array, v_BKV: Array, position_B: Array
+def _few_written(
+    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
-    """Writes one token of each row in place."""
-    B, _, _, N = keys_BKDN.shape
-    slot_B = position_B % N
-    if B == 1:  # XLA's CPU compiler copies the cache for one row, unless the update is in a branch
+    """Writes at most `N` tokens of each row in place."""
+    (B, S), N = positions_BS.shape, keys_BKDN.shape[3]
+    if B == S == 1:  # XLA's CPU compiler copies the cache, unless the update is in a branch
 
         def write(keys_BKDN: Array, values_BKNV: Array) -> tuple[Array, Array]:
-            slot = slot_B[0]
+            slot = positions_BS[0, 0] % N
+            k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, keys_BKDN.dtype)
             return (
-                jax.lax.dynamic_update_slice(keys_BKDN, k_BKD[..., None], (0, 0, 0, slot)),
-                jax.lax.dynamic_update_slice(values_BKNV, v_BKV[:, :, None], (0, 0, slot, 0)),
+                jax.lax.dynamic_update_slice(keys_BKDN, k_BKDS, (0, 0, 0, slot)),
+                jax.lax.dynamic_update_slice(values_BKNV, v_BKSV, (0, 0, slot, 0)),
             )
 
-        return jax.lax.cond(position_B[0] >= 0, write, lambda *kept: kept, keys_BKDN, values_BKNV)
-    row_B, slot_B = jnp.arange(B), jnp.where(position_B < 0, N, slot_B)  # N is dropped
+        there = positions_BS[0, 0] >= 0
+        return jax.lax.cond(there, write, lambda *kept: kept, keys_BKDN, values_BKNV)
+    row_B1 = jnp.arange(B)[:, None]
+    slot_BS = jnp.where(positions_BS < 0, N, positions_BS % N)  # N is dropped
     return (
-        keys_BKDN.at[row_B, :, :, slot_B].set(k_BKD, mode="drop"),
-        values_BKNV.at[row_B, :, slot_B].set(v_BKV, mode="drop"),
+        keys_BKDN.at[row_B1, :, :, slot_BS].set(k_BSKD, mode="drop"),
+        values_BKNV.at[row_B1, :, slot_BS].set(v_BSKV, mode="drop"),
     )
 
 
 def _attend(
-    options: Options, keys: Array, values: Array, positions_BS: Array, k: Array, v: Array, *q: Array
-) -> tuple[Array, Array]:
-    """Attention of one query in each row, whose own key is in the cache already, or of several.
-
-    Several attend to the old cache and the new tokens, since a ring may overwrite old tokens.
-    """
-    keys_BKDN, values_BKNV = keys, values
-    held_BT = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
-    if positions_BS.shape[1] > 1:
-        held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
-        new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
-        held_BT = jnp.concatenate((held_BN, new_BS), axis=1)
-        k_BKDS, v_BKSV = _as_stored(k, v, keys_BKDN.dtype)
-        keys = jnp.concatenate((keys_BKDN, k_BKDS), axis=3)
-        values = jnp.concatenate((values_BKNV, v_BKSV), axis=2)
+    options: Options, in_place: bool, keys: Array, values: Array, positions_BS: Array,
+    k: Array, v: Array, *q: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention to the cache with the new tokens; or to the cache before, and the new tokens."""
+    newest_B = jnp.max(positions_BS, axis=1) if in_place else positions_BS[:, 0] - 1
+    held_BT = _positions_in(keys.shape[3], newest_B)
+    if not in_place:
+        k_BKDS, v_BKSV = _as_stored(k, v, keys.dtype)
+        keys = jnp.concatenate((keys, k_BKDS), axis=3)
+        values = jnp.concatenate((values, v_BKSV), axis=2)
+        held_BT = jnp.concatenate((held_BT, jnp.where(positions_BS < 0, -1, positions_BS)), axis=1)
     return _mix(options, keys, values, positions_BS, held_BT, *q)
 
 

@@ -41,7 +41,7 @@ class LatentAttention(Part):
 
     Args:
       head_dim, rotary_dim: sizes of a head's queries and keys without and with rotary positions.
-      rotary: rotates the latter, or `None` if they have no positions either.
+      rotary: rotates the latter; `None`: they are not rotated either.
       value_dim, latent, query_latent: sizes of a head's values, and of the latents.
       scale: factor of the products; `None`: (head_dim + rotary_dim)^-1/2.
       norm: makes the norms of latents, called with `key` and the size of "latent".

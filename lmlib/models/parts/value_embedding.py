@@ -48,16 +48,20 @@ class ValueEmbedding(Part):
         self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: ForwardContext
     ) -> Float[Array, "b t kv_heads head_dim"]:
         """Returns the values plus the rows of their tokens, with heads repeated as in `v_BTKD`."""
+        return v_BTKD + self.share.astype(v_BTKD.dtype) * self.rows(v_BTKD, context)
+
+    def rows(
+        self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: ForwardContext
+    ) -> Float[Array, "b t kv_heads head_dim"]:
+        """The rows of the table for the context's tokens, by head."""
         rows_BTC = looked_up(dense(self.table), context.shared[TOKENS], v_BTKD.dtype)
         B, T, K, D = v_BTKD.shape
         if self.kv_heads == K:
-            rows_BTKD = _by_head(rows_BTC, D)
-        else:
-            rows_BTC = reshard(rows_BTC, ("batch", "seq", None))
-            rows_BTKD = rows_BTC.reshape(B, T, self.kv_heads, D)
-            rows_BTKD = jnp.repeat(rows_BTKD, K // self.kv_heads, axis=2)
-            rows_BTKD = reshard(rows_BTKD, "batch seq kv_heads head_dim")
-        return v_BTKD + self.share.astype(v_BTKD.dtype) * rows_BTKD
+            return _by_head(rows_BTC, D)
+        rows_BTC = reshard(rows_BTC, ("batch", "seq", None))
+        rows_BTKD = rows_BTC.reshape(B, T, self.kv_heads, D)
+        rows_BTKD = jnp.repeat(rows_BTKD, K // self.kv_heads, axis=2)
+        return reshard(rows_BTKD, "batch seq kv_heads head_dim")
 
 
 def looked_up(

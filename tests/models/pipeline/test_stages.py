@@ -1,4 +1,4 @@
-"""Layers in stages compute what one device computes: losses, every gradient, whole runs."""
+"""Layers in stages compute the same as one device: losses, every gradient, whole runs."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from lmlib.models.pipeline.schedule import Schedule, schedule_of
 from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import initial_values, ones, weight
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.parallel.layout import sharding, spec
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
@@ -52,7 +52,7 @@ MESHES = {
 }
 sizes = SIZES | {"heads": 4, "kv_heads": 2}
 # The layers of a period's repetitions, which are rarely as many as stages times rounds; further
-# layers lie outside of the stages.
+# layers are outside the stages.
 MODELS = {
     "4 layers": functools.partial(llama, **sizes, mlp=16, layers=4),
     "8 layers": functools.partial(llama, **sizes, mlp=16, layers=8),
@@ -73,8 +73,9 @@ CONTEXT_METHODS = {
     "2 rounds": Compute(dtype="float32", pipeline_rounds=2),
     "3 rounds, unrolled": Compute(dtype="float32", pipeline_rounds=3, unroll=2),
     "2 rows, sequence-parallel": Compute(dtype="float32", pipeline_rows=2, sequence_parallel=True),
-    # With room for even routing alone, so that uneven routing takes several rounds.
+    # Room suffices for even routing only, so that uneven routing takes several rounds.
     "exchange": Compute(dtype="float32", dispatch="exchange", expert_room=1.0),
+    "Triton's products": Compute(dtype="float32", dispatch="exchange", grouped="triton"),
     "exchange, 2 rounds, sequence-parallel": Compute(
         dtype="float32", dispatch="exchange", expert_room=1.0, pipeline_rounds=2,
         sequence_parallel=True,
@@ -97,6 +98,7 @@ CELLS = [
     ("2, 2 data, 2 expert", "experts", "exchange"),
     ("2, 2 expert, 2 context", "experts", "exchange"),
     ("2, 2 expert, 2 tensor", "experts", "exchange, 2 rounds, sequence-parallel"),
+    ("2, 2 expert, 2 tensor", "experts", "Triton's products"),
 ]
 AT_EACH_LANDING = (
     ("2", "4 layers", "2 rounds"),
@@ -128,7 +130,7 @@ def test_losses_and_gradients_equal_those_of_one_device(mesh, model, way):
 
 
 class Dropping(Part):
-    """Adds ones, of which some are dropped."""
+    """Adds ones, and drops some of them."""
 
     scale: Float[Array, "embed"] = weight(ones)
 
@@ -196,7 +198,7 @@ def router_is_corrected(layers=4):
     ids=str,
 )
 def test_statistics_of_layers_equal_those_of_one_device(sizes, way):
-    """What a stage computes before its first rows and after its last counts nowhere."""
+    """Results of a stage before its first rows and after its last are dropped."""
 
     def reported(mesh, way):
         def aux(model, batch):

@@ -84,7 +84,7 @@ class FaultyProxy:
             request_queue_size = 128
 
             def handle_error(self, *arguments: object) -> None:
-                """A client that has gone is no error of the proxy's."""
+                """The proxy does not fail if a client has gone."""
 
         self._listener = Server(("127.0.0.1", 0), Handler)
         self.port = self._listener.server_address[1]
@@ -167,7 +167,7 @@ class FaultyProxy:
         return asked["ifGenerationMatch"] != [found]
 
     def _asked(self, sent: "_Held") -> tuple[int, dict[str, str], bytes]:
-        """What the server answers."""
+        """Returns the server's answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self._server)
         try:
             connection.request(sent.method, sent.path, sent.body, sent.headers)

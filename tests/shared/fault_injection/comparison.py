@@ -1,4 +1,4 @@
-"""Whether a run left the same bits as an undisturbed one."""
+"""Compares a run's files with an undisturbed run's, bit for bit."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def _lines(job: Job) -> list[str]:
 
 
 def _differing(folder: Path, other: Path) -> list[str]:
-    """Names of files in one of them alone, or with other bytes."""
+    """Returns names of files that only one of them has, or whose bytes differ."""
     found, wanted = _timeless_files(folder), _timeless_files(other)
     return sorted(
         name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)

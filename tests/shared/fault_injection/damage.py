@@ -1,4 +1,4 @@
-"""What disks and people do to files."""
+"""Damage to files, by disks and people."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,21 +57,21 @@ def add_a_stray_file(checkpoint: Path, random: Random) -> Path:
 
 
 def cut_the_last_line(workdir: Path, random: Random) -> None:
-    """As a power cut does: half a line at the end of metrics.jsonl."""
+    """Leaves half a line at the end of metrics.jsonl, like a power cut."""
     with (workdir / "metrics.jsonl").open("ab") as file:
         line = b'{"step": 1000000, "loss": 3.25, "grad_norm": 1.5'
         file.write(line[: random.randrange(1, len(line))])
 
 
 def leave_half_a_config(workdir: Path, random: Random) -> None:
-    """As a kill does that comes while the config is written."""
+    """Leaves half a config, like a kill while it is written."""
     content = (workdir / "config.json").read_bytes()
     half = content[: random.randrange(len(content))]
     (workdir / ".config.json.0123456789abcdef.unfinished").write_bytes(half)
 
 
 def swap_shards(tokens: Path, random: Random) -> Path:
-    """Of two shards of a split, the tokens, which are sound by themselves."""
+    """Swaps the tokens of two shards of a split. Each file by itself is sound."""
     first, second = random.sample(_shards(tokens, random), 2)
     content = _tokens_of(first).read_bytes()
     _tokens_of(first).write_bytes(_tokens_of(second).read_bytes())

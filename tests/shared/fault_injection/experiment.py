@@ -28,7 +28,7 @@ from lmlib.parallel.mesh import make_mesh
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
-# What it reads: a data set, and a run's weights.
+# Its inputs: a data set, and a run's weights.
 TOKENS, BASE = "tokens", "base"
 
 
@@ -110,5 +110,5 @@ def sometimes_infinite(steps: int, peak_lr: float) -> Optimizer:
 
 
 def is_infinite(grad_norm):
-    """Whether `sometimes_infinite` makes an infinite update of a gradient with this norm."""
+    """Returns True if `sometimes_infinite` makes an infinite update of a gradient of this norm."""
     return grad_norm * 1_000 % 8 < 1

@@ -1,4 +1,4 @@
-"""What can happen to a run, for the campaign in benchmarks/faults.py.
+"""Faults of runs, for the campaign in benchmarks/faults.py.
 
 Each fault finds the run at rest and leaves it at rest.
 """
@@ -28,10 +28,10 @@ from fault_injection.moments import (
 from lmlib.metrics.log import read_metrics
 
 FINISHED, FAILED, MISTAKE = 0, 1, 2
-PEER_ENDED = 3  # the exit code of a process that another one left alone
+PEER_ENDED = 3  # the exit code of a process whose peer ended
 REQUEUE = 75  # that of a run that a signal stopped, its checkpoint whole
 AT_ONCE_SECONDS, PEER_SECONDS = 20.0, 60.0
-PRUNE_SECONDS = 0.02  # in which a moment of it lies, once it has begun
+PRUNE_SECONDS = 0.02  # duration of pruning, in which a moment is drawn
 LEFT = 2  # checkpoints that pruning leaves
 LESS_THAN_A_WEIGHT = 60_000  # bytes; more than any other file of the run
 # Bytes of metrics.jsonl: more than run.log has by then, and less than at the third failed save.
@@ -40,8 +40,11 @@ ENOUGH_LINES = 6_000
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """What came of a fault: an attempt that has ended, the step that it should have gone on from,
-    or `None`, whether the fault came before the run's end, and what went wrong then."""
+    """The result of a fault.
+
+    Has the attempt, which has ended; the step from which it should have gone on, or `None`; True if
+    the fault came before the run's end; and the problems.
+    """
 
     attempt: Attempt
     expected: int | None
@@ -50,7 +53,7 @@ class Struck:
 
 
 Strike = Callable[[Job, Random], Struck]
-# What is done to a run at some moment: the problems, or `None` if the run ended before.
+# Disturbs a run at some moment; returns the problems, or `None` if the run ended before.
 Act = Callable[[Job, Attempt, Random], Iterable[str] | None]
 
 
@@ -58,8 +61,9 @@ Act = Callable[[Job, Attempt, Random], Iterable[str] | None]
 class Fault:
     """Something that happens to runs, drawn as often as its `weight` says.
 
-    `strike` starts the run, and has it end. The run must have so many whole checkpoints, and what
-    it `needs` in its scratch folder. `precedes_start`: the fault is over when the run starts.
+    `strike` starts the run, and has it end. The run must have enough whole checkpoints, and the
+    entries that it `needs` in its scratch folder. `precedes_start`: the fault is over when the run
+    starts.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Fault:
     precedes_start: bool = False
 
     def suits(self, job: Job) -> bool:
-        """Whether the run is ready for it."""
+        """Returns True if the run is ready for it."""
         enough = len(job.whole_checkpoints()) >= self.checkpoints
         return enough and (job.scratch / self.needs).exists()
 
@@ -81,7 +85,7 @@ def under_way(act: Act, moment: Moment = STEPPING) -> Strike:
 
 
 def at_any_of(act: Act, *moments: Moment) -> Strike:
-    """As `under_way`, at one of several moments."""
+    """Like `under_way`, at one of several moments."""
 
     def strike(job: Job, random: Random) -> Struck:
         moment = random.choice(moments)
@@ -105,14 +109,14 @@ def at_rest(act: Callable[[Job, Random], Iterable[str]]) -> Strike:
 
 
 def end_of(attempt: Attempt) -> list[str]:
-    """Kills a run; what is wrong if it did not go on until then."""
+    """Kills a run; returns problems if it had ended before."""
     attempt.kill()
     right = (-signal.SIGKILL, FINISHED)
     return [f"it ended with code {code}" for code in attempt.exit_codes() if code not in right]
 
 
 def of_code(attempt: Attempt, code: int, *texts: str) -> list[str]:
-    """What is wrong with processes that should end with `code` and an error with all `texts`."""
+    """Returns problems unless the processes end with `code` and an error with all `texts`."""
     codes, problems = attempt.exit_codes(), []
     if set(codes) != {code}:
         problems.append(f"it ended with {codes}, and not {code}")
@@ -122,7 +126,7 @@ def of_code(attempt: Attempt, code: int, *texts: str) -> list[str]:
 
 
 def lines_with(attempt: Attempt, *texts: str) -> list[str]:
-    """What it said that has all of them in one line."""
+    """Returns the lines of its output that have all `texts`."""
     lines = attempt.output().splitlines()
     return [line for line in lines if all(text in line for text in texts)]
 
@@ -170,7 +174,7 @@ def asked_to_stop(
 
 
 def interrupted_twice(weight: float, moment: Moment) -> Fault:
-    """Ctrl-C, and again: the run ends at once, whatever it is doing."""
+    """Ctrl-C, and again: the run ends at once, at any moment."""
 
     def act(job: Job, attempt: Attempt, random: Random) -> list[str]:
         attempt.send(signal.SIGINT)
@@ -345,7 +349,7 @@ def metrics_gone(name: str, weight: float, take: Callable[[Path], object]) -> Fa
 
 
 def half_of(file: Path) -> None:
-    """As an editor leaves it: a new file, here of half of the lines."""
+    """Replaces it like an editor by a new file, here with half of the lines."""
     lines = file.read_bytes().splitlines(keepends=True)
     half = file.with_name("half")
     half.write_bytes(b"".join(lines[: len(lines) // 2]))
@@ -381,7 +385,7 @@ def disk_full_for_good(name: str, weight: float, size: Callable[[Job], int]) -> 
 
 
 def metrics_size(job: Job) -> int:
-    """Of metrics.jsonl, in bytes, or of what is longer."""
+    """Returns the size of metrics.jsonl in bytes, but at least `ENOUGH_LINES`."""
     return max(ENOUGH_LINES, (job.workdir / "metrics.jsonl").stat().st_size)
 
 
@@ -465,7 +469,7 @@ OF_TWO_PROCESSES = (one_killed(0), one_killed(1), started_twice("a second start 
 
 
 def draw(faults: tuple[Fault, ...], job: Job, random: Random) -> Iterator[Fault]:
-    """Faults for a run, without end; those that it is not ready for are passed over."""
+    """Yields faults for a run, without end; skips faults for which the run is not ready."""
     while True:
         (fault,) = random.choices(faults, [fault.weight for fault in faults])
         if fault.suits(job):

@@ -20,13 +20,13 @@ from lmlib.metrics.log import read_metrics
 
 DEVICES = 8
 
-# What the runner says when it has come so far.
+# Messages of the runner at several stages.
 READY = "saved activations"
 RESUMED = r"resuming after step ([\d,]+) of|this run has already finished all its ([\d,]+) steps"
 COMPILED = "compiled the step in"
-FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
+FULL = os.strerror(errno.EFBIG)  # the error that `limit_file_sizes` causes
 
-PROGRAMS = "programs"  # the folder of what was compiled, in `scratch`
+PROGRAMS = "programs"  # the folder of compiled programs, in `scratch`
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp-[0-9a-f]{8}")
 
 
@@ -38,7 +38,7 @@ class Attempt(Started):
         self.job = job
 
     def says(self, text: str) -> bool:
-        """Whether process 0 has written it."""
+        """Returns True if process 0 has written it."""
         return text in self.output()
 
     @property
@@ -49,16 +49,16 @@ class Attempt(Started):
 
     @property
     def trains(self) -> bool:
-        """Whether metrics.jsonl is that of this attempt by now."""
+        """True once this attempt writes metrics.jsonl."""
         return self.says(COMPILED)
 
     def wait_for_checkpoint(self) -> bool:
-        """Whether a new one became whole before a process ended."""
+        """Returns True if a new one became whole before a process ended."""
         newest = self.job.newest_checkpoint() or 0
         return self.wait_until(lambda: (self.job.newest_checkpoint() or 0) > newest)
 
     def limit_file_sizes(self, size: int, process: int = 0) -> None:
-        """From now on no file may grow beyond `size` bytes, as on a full disk; Linux only."""
+        """Lets no file grow beyond `size` bytes from now on, as on a full disk; Linux only."""
         with contextlib.suppress(ProcessLookupError):
             limits = size, resource.RLIM_INFINITY
             resource.prlimit(self.running[process].pid, resource.RLIMIT_FSIZE, limits)
@@ -106,7 +106,7 @@ class Job:
         return attempt
 
     def keep_programs(self) -> None:
-        """What was compiled up to now is not compiled again by later attempts of any such job.
+        """Later attempts of any such job reuse the programs that were compiled up to now.
 
         Call it once an attempt has ended undisturbed: JAX does not write programs atomically.
         """
@@ -119,7 +119,7 @@ class Job:
         return Job(scratch, "run", processes=self.processes, kind=self.kind)
 
     def whole_checkpoints(self) -> list[int]:
-        """Their steps, by the names of their folders alone."""
+        """Returns their steps, from the names of their folders."""
         return sorted(int(folder.name) for folder in self._folders() if folder.name.isdecimal())
 
     def newest_checkpoint(self) -> int | None:

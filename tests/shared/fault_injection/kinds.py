@@ -1,4 +1,4 @@
-"""The kinds of runs that the campaign strikes, and what each reads, small and made up."""
+"""The kinds of runs that the campaign strikes, with small made-up inputs."""
 
 import dataclasses
 import functools

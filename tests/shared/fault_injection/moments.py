@@ -1,4 +1,4 @@
-"""When to disturb a run: at a random moment, in what it is doing then."""
+"""Random moments for disturbing a run, chosen by its activity."""
 
 import dataclasses
 import os
@@ -12,14 +12,14 @@ from fault_injection.job import COMPILED, READY, Attempt, step_of
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What a run is doing.
+    """An activity of a run.
 
     Args:
       name: as in "while {name}".
       aim: called with a fresh attempt; returns the condition that it has come to.
-      caught: whether an attempt that was killed, was killed there; by what it left.
-      spread: the seconds in which the moment lies, after the condition holds.
-      fresh: whether it may lie in the imports: `Job.start(fresh=True)`.
+      caught: returns True if an attempt was killed there, judged by its files.
+      spread: the moment is at most this many seconds after the condition holds.
+      fresh: True if it may be during imports: `Job.start(fresh=True)`.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Moment:
     fresh: bool = False
 
     def wait(self, attempt: Attempt, random: Random) -> bool:
-        """Whether it came before the attempt ended."""
+        """Returns True if it came before the attempt ended."""
         if not attempt.wait_until(self.aim(attempt, random)):
             return False
         end = attempt.seconds + random.uniform(0, self.spread)
@@ -37,7 +37,7 @@ class Moment:
 
 
 def _starting(attempt: Attempt, random: Random) -> Callable[[], bool]:
-    end = random.uniform(0, 1)  # seconds; the imports alone take longer
+    end = random.uniform(0, 1)  # seconds; imports take longer
     return lambda: attempt.seconds >= end or attempt.says(READY)
 
 
@@ -67,7 +67,7 @@ def _evaluating(attempt: Attempt, random: Random) -> Callable[[], bool]:
 
 
 def _saving(attempt: Attempt, random: Random) -> Callable[[], bool]:
-    """In the first save or the second, with some share of the files there."""
+    """During the first or second save, with some share of the files there."""
     more = random.choice([0, CHECKPOINT_EVERY])
     share = random.random()
 
@@ -100,7 +100,7 @@ def _count_files(folder: Path) -> int:
 
 
 def _before_evaluation(attempt: Attempt) -> bool:
-    """Whether the line of the step before is there, and not yet that with the evaluation."""
+    """Returns True between the line of the step before and the line with the evaluation."""
     return attempt.job.last_step() % EVALUATE_EVERY == EVALUATE_EVERY - 1
 
 

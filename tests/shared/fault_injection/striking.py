@@ -14,8 +14,7 @@ from fault_injection.job import Attempt, Job
 
 @dataclasses.dataclass
 class Record:
-    """A fault that came: to which kind of run, at which step, what the processes ended with, and
-    what should not have been."""
+    """A fault that came: the kind of run, the step, the processes' exit codes, and the problems."""
 
     kind: str
     name: str
@@ -48,7 +47,7 @@ def strike(
             previous = record
             yield record
         if wrong:
-            return  # what lies there is left as it is
+            return  # the files stay as they are
         if set(codes) == {0}:
             break
     if previous is not None:
@@ -56,7 +55,7 @@ def strike(
 
 
 def _problems_of_start(struck: Struck) -> list[str]:
-    """Of the start that shows what came of the fault before."""
+    """Returns problems of the start after the previous fault."""
     attempt = struck.attempt
     if attempt.trains and attempt.resumed_step != struck.expected:
         return [f"the next start went on from {attempt.resumed_step}, and not {struck.expected}"]
@@ -66,7 +65,7 @@ def _problems_of_start(struck: Struck) -> list[str]:
 
 
 def _problems_of_end(attempt: Attempt) -> list[str]:
-    """Of what the run has printed by then."""
+    """Returns problems in the run's output."""
     return [
         f"it shows a traceback, see {file}"
         for file in attempt.files
@@ -75,7 +74,7 @@ def _problems_of_end(attempt: Attempt) -> list[str]:
 
 
 def _problems_at_end(job: Job, undisturbed: Job) -> list[str]:
-    """Of the run, once it is left alone."""
+    """Returns problems of an undisturbed start at the end."""
     attempt = job.start()
     try:
         codes = attempt.exit_codes()
@@ -88,5 +87,5 @@ def _problems_at_end(job: Job, undisturbed: Job) -> list[str]:
 
 
 def _last_line(attempt: Attempt) -> str:
-    """Of its output, and where the rest is."""
+    """Returns the last line of its output, and the file with the rest."""
     return f"{attempt.output().rstrip().rpartition(chr(10))[2]!r}, see {attempt.files[0]}"

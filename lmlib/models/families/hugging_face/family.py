@@ -26,8 +26,8 @@ class Tensor:
 
     Args:
       name: in the folder; in a layer, the part after the layer's prefix.
-      holds: maps the path of each weight (in a layer: within the block) to the tensor's axes,
-        each of which can be several axes of lmlib ("heads head_dim").
+      holds: maps the path of each weight (in a layer: within the block) to the tensor's axes. One
+        of them can be several axes of lmlib ("heads head_dim").
       along, each: the axis along which several weights are concatenated, once, or for each index
         of an axis of lmlib, such as "kv_heads".
     """
@@ -58,7 +58,7 @@ class Names:
         weights.
       not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
       in_float32: maps a file's dtype to parts of the names of tensors that stay in float32.
-      heads: tensors of a head of multi-token prediction, besides its layer, the matrix first.
+      heads: tensors of a head of multi-token prediction outside its layer, the matrix first.
       head, layer_in_head: prefixes of a head's tensors, and of its layer's within it. The `layer`
         of the first head is the number of layers.
       repeated: tensors of a head that repeat weights outside layers, which the head shares.
@@ -123,16 +123,14 @@ class Key(NamedTuple):
 
     def read(self, settings: Settings) -> Any:
         """Returns the argument's value; FolderError also if two names have different values."""
-        if not self.also:
-            options = self.default, self.kind, self.zero, self.most, self.null
-            value = settings.take(self.name, *options)
-            return bool(value) if self.kind is bool else value  # null counts as false
-        named = {name: settings.take(name, None, self.kind) for name in (*self.also, self.name)}
-        found = {value for value in named.values() if value is not None}
-        if len(found) > 1:
+        options = self.default, self.kind, self.zero, self.most, self.null
+        stated = [name for name in (*self.also, self.name) if name in settings] or [self.name]
+        named = {name: settings.take(name, *options) for name in stated}
+        value, *others = dict.fromkeys(named.values())
+        if others:
             both = " and ".join(f"{name} = {value}" for name, value in named.items())
             raise FolderError(f"{settings.where}: {both} contradict each other")
-        return found.pop() if found else self.default
+        return bool(value) if self.kind is bool else value  # null counts as false
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

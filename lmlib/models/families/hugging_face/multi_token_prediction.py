@@ -10,7 +10,7 @@ KEY = Key(
 
 
 def tensors(matrix: str, embedding_norm: str, features_norm: str, norm: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of a head, besides its layer, by their names after the head's prefix."""
+    """Returns the tensors of a head outside its layer, by their names after the head's prefix."""
     return (
         Tensor(f"{matrix}.weight", {"combination.matrix": ("embed", "joined")}),
         Tensor(f"{embedding_norm}.weight", {"combination.embedding_norm.scale": ("embed",)}),

@@ -67,6 +67,9 @@ class Settings:
         self._content, self.where = dict(content), where
         self._left = set(content) - set(without_effect)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._content
+
     def take(
         self,
         key: str,

@@ -20,7 +20,7 @@ def mixers(
       recurrent: makes the mixer of the other layers from `embed`, `residual_scale` and `key`.
 
     Raises:
-      ValueError: if there is no layer with one of the indices.
+      ValueError: if an index is not a layer's.
     """
     if wrong := [each for each in attention_layers if not 0 <= each < layers]:
         raise ValueError(f"attention_layers has {wrong[0]}, and there are {layers} layers from 0")

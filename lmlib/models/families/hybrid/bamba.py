@@ -90,7 +90,7 @@ FAMILIES = (
             shared.HEAD_DIM, *mamba.KEYS, kv_heads=8, norm=shared.epsilon("rms_norm_eps", 1e-5)
         ),
         Rope(partial=True, fraction=0.5), fixed=shared.NO_BIASES,
-        ignored=(*mamba.IGNORED, "num_logits_to_keep", "z_loss_coefficient"),
+        ignored=(*mamba.IGNORED, "mamba_dt_rank", "num_logits_to_keep", "z_loss_coefficient"),
         # The class's default, 0, would keep the embedding of token 0 from being trained.
         written=shared.NO_PADDING, reads=_read, writes=_written,
     ),

@@ -301,7 +301,7 @@ FAMILIES = (
             "rope_parameters", "output_router_logits", "num_nextn_predict_layers", "head_dim",
             "qk_head_dim",
         ),
-        written=shared.NO_PADDING | {  # the class's own padding may lie beyond the vocabulary
+        written=shared.NO_PADDING | {  # the class's padding may be outside the vocabulary
             "moe_router_activation_func": "sigmoid",
             "mla_use_nope": True,
             "use_grouped_topk": True,

@@ -97,7 +97,7 @@ def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(model: Decoder) -> dict[str, Any]:
-    """Returns the keys that `read` reads, without those that have their defaults."""
+    """Returns the keys that `read` reads, except defaults."""
     size = _of(lambda mamba: mamba.input.shape[-2:], None)(model)
     limits = _of(lambda mamba: mamba.time_limits, None)(model)
     found = dict[str, Any]()

@@ -40,7 +40,7 @@ def olmo_hybrid(
     """OLMo Hybrid: `GatedDeltaNet` layers, and attention as in OLMo 2 in every fourth layer.
 
     Args:
-      rope_theta: `None`: attention has no positions.
+      rope_theta: `None`: attention without positions.
       attention_layers: indices of the layers with attention, from 0; `None`: each fourth, or the
         last one if there are fewer.
       linear_heads, linear_kv_heads: heads of values and of keys in the other layers; `None`: as
@@ -78,7 +78,7 @@ def usual(layers: int) -> tuple[int, ...]:
 
 
 def _block(attention: Part, mlp: Part, attention_norm: Norm, mlp_norm: Norm) -> Block:
-    """Norms come after the parts of a layer with attention, and before those of the others."""
+    """Norms come after the parts of a layer with attention, and before them in other layers."""
     if isinstance(attention, Attention):
         return Block(attention, mlp, attention_after_norm=attention_norm, mlp_after_norm=mlp_norm)
     return Block(attention, mlp, attention_norm, mlp_norm)
@@ -93,10 +93,9 @@ _LAYER = (
     *shared.ATTENTION,
     *shared.QUERY_KEY_NORMS,
     *shared.MLP,
+    *shared.NORMS_BEFORE,
     Tensor("post_attention_layernorm.weight", {"attention_after_norm.scale": ("embed",)}),
     Tensor("post_feedforward_layernorm.weight", {"mlp_after_norm.scale": ("embed",)}),
-    Tensor("attention_layer_norm.weight", {"attention_norm.scale": ("embed",)}),
-    Tensor("feedforward_layer_norm.weight", {"mlp_norm.scale": ("embed",)}),
     Tensor("linear_attn.q_proj.weight", {"attention.query": (_KEYS, "embed")}),
     Tensor("linear_attn.k_proj.weight", {"attention.key": (_KEYS, "embed")}),
     Tensor("linear_attn.v_proj.weight", {"attention.value": (_VALUES, "embed")}),
@@ -112,11 +111,10 @@ _LAYER = (
     Tensor("linear_attn.A_log", {"attention.log_rate": ("heads",)}),
     Tensor("linear_attn.o_norm.weight", {"attention.norm.scale": ("head_dim",)}),
 )
-_IN_CLASS = (
-    Tensor("input_layernorm.weight", {"attention_norm.scale": ("embed",)}),
-    Tensor("post_attention_layernorm.weight", {"mlp_norm.scale": ("embed",)}),
-    Tensor("linear_attn.conv1d.weight", _FILTERS),
-)
+_RENAMED = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
 _LINEAR = "linear_attention"
 _ROPE = Rope()
 
@@ -136,7 +134,8 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
     if kinds is not None:
         attends = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     found = {"attention_layers": None if attends == usual(layers) else attends}
-    rope = settings.take("rope_parameters", None, dict) or {}
+    # Some readers take null for no positions, and transformers 5.23 for a rope: it is refused.
+    rope = settings.take("rope_parameters", {"rope_theta": 10_000.0}, dict)
     if "rope_theta" in rope and rope["rope_theta"] is None:  # then transformers ignores the others
         settings.only("rope_theta", None)
         settings.only("rope_scaling", None)
@@ -158,7 +157,10 @@ def _written(model: Decoder) -> dict[str, Any]:
 FAMILIES = (
     Family(
         "olmo_hybrid", "OlmoHybridForCausalLM", olmo_hybrid,
-        Names(shared.OUTSIDE, _LAYER, in_class=_IN_CLASS),
+        Names(
+            shared.OUTSIDE, _LAYER, in_class=(Tensor("linear_attn.conv1d.weight", _FILTERS),),
+            renamed=_RENAMED,
+        ),
         (
             *shared.llama_keys(),
             Key(
@@ -185,7 +187,7 @@ FAMILIES = (
         ),
         rope=None,
         fixed=shared.SILU | {"attention_bias": False},
-        # Of initial values only.
+        # These concern initial values only.
         ignored=[f"linear_{name}" for name in (
             "a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"
         )],

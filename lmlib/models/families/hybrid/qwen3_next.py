@@ -1,6 +1,7 @@
 """Qwen3-Next (Qwen Team 2025): Gated DeltaNet, gated attention in every fourth layer, experts."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -185,10 +186,15 @@ def _written(model: Decoder) -> dict[str, Any]:
 
 
 def _of(field: str, kind: type[Any], value: Callable[[Any], Any]) -> Callable[[Decoder], Any]:
-    """Returns a function that reads a size of the first `kind`, or `...` without one."""
+    """Returns a function that reads a size of the first `kind`, or `...` without one.
+
+    Only the head has experts if all layers before it are dense.
+    """
 
     def read(model: Decoder) -> Any:
-        found = (getattr(layer, field) for layer in parts.layers(model))
+        patterns = (p for head in getattr(model, "predictors", ()) for p in head.stack.patterns)
+        layers = itertools.chain(parts.layers(model), *patterns)
+        found = (getattr(layer, field) for layer in layers)
         return next((value(part) for part in found if isinstance(part, kind)), ...)
 
     return read
@@ -241,7 +247,7 @@ FAMILIES = (
         "qwen3_next", "Qwen3NextForCausalLM", qwen3_next,
         Names(
             shared.OUTSIDE, _LAYER, in_class=mixtures.IN_CLASS,
-            not_adapted=mixtures.GATE_UP_DOWN,  # PEFT takes those of any MLP for experts
+            not_adapted=mixtures.GATE_UP_DOWN,  # PEFT takes any MLP's for experts
             heads=multi_token_prediction.tensors(
                 "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
             ),
