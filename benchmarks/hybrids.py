@@ -1,4 +1,4 @@
-"""Speed of recurrent layers on one core, beside transformers' PyTorch layers and attention.
+"""Speed of recurrent layers on one core (Linux), beside transformers' PyTorch layers and attention.
 
     python benchmarks/hybrids.py                                   # on a CPU, about 20 minutes
     python benchmarks/hybrids.py --parts=layers --lengths=1024 --peers=
@@ -217,6 +217,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"--parts={unknown.pop()} is not known; choose from {', '.join(PARTS)}")
     logging.set_verbosity(logging.WARNING)
     keep_freed_memory()
+    if {"layers", "decoding"} & {*_PARTS.value}:
+        # One core: threads of either library that wait in a loop for others would count as work.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     choose_devices()
     peers = any(_PEERS.value)
     if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):

@@ -96,7 +96,7 @@ def cuts_of_a_run(
     promised: int | None = None
     for number in range(count + 1):
         attempt = job.start()
-        trains = attempt.wait_until(lambda: attempt.trains)  # noqa: B023, called here alone
+        trains = attempt.wait_until(lambda: attempt.trains)  # noqa: B023, called only here
         if cut is None and not trains:
             raise SystemExit(f"the first start failed:\n{attempt.output()}")
         if cut is not None:

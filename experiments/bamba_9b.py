@@ -2,9 +2,9 @@
 
     python -m runner --fdl_config=experiments/bamba_9b --workdir=/tmp/bamba_9b
 
-Sizes of ibm-ai-platform/Bamba-9B, which differ from transformers' defaults in vocabulary and state.
-Data as in experiments/llama_84m.py with --tokenizer=ibm-ai-platform/Bamba-9B and
---out=data/c4_bamba. About 20 tokens per parameter; all else as in experiments/llama_3_2_1b.py.
+Sizes of ibm-ai-platform/Bamba-9B's config.json. Data as in experiments/llama_84m.py with
+--tokenizer=ibm-ai-platform/Bamba-9B and --out=data/c4_bamba. About 20 tokens per parameter; all
+else as in experiments/llama_3_2_1b.py.
 """
 
 import fiddle as fdl

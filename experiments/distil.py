@@ -1,14 +1,14 @@
 """A student of the quickstart, 400 steps of 4,096 tokens; 2.5e13 FLOPs, 2 minutes on 2 CPU cores.
 
-    python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
+    python -m runner --fdl_config=experiments/quickstart --fiddler=plain --workdir=/tmp/plain
     python -m runner --fdl_config=experiments/distil --workdir=/tmp/distil
 
 If the teacher is too large to run next to the student, or has several students, first store its
 predictions, 32 ids for each token:
 
-    python -m runner.cache_teacher_logits --from=/tmp/quickstart --fdl_config=experiments/distil
-    --fiddler=stored python -m runner --fdl_config=experiments/distil --fiddler=stored
-    --workdir=/tmp/stored
+    python -m runner.cache_teacher_logits --from=/tmp/plain --fdl_config=experiments/distil \\
+        --fiddler=stored
+    python -m runner --fdl_config=experiments/distil --fiddler=stored --workdir=/tmp/stored
 
 For another teacher: --fdl.teacher=RUN, or a Hugging Face folder. The data must have been made with
 its tokenizer.
@@ -29,13 +29,14 @@ def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experime
 
     Args:
       teacher: its model is the teacher; on the command line a run, or a Hugging Face folder or
-        name. `None`: the quickstart's model in /tmp/quickstart.
+        name. `None`: the plain quickstart's model in /tmp/plain.
     """
     cfg = quickstart.config()
+    quickstart.plain(cfg)
     cfg.objective = fdl.Config(
         Distillation,
         teacher=copy.deepcopy(cfg.model if teacher is None else teacher.model),
-        teacher_from="/tmp/quickstart" if teacher is None else teacher.init_from,
+        teacher_from="/tmp/plain" if teacher is None else teacher.init_from,
         temperature=1.0,
         weight=0.9,
     )

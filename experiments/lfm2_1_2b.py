@@ -2,9 +2,9 @@
 
     python -m runner --fdl_config=experiments/lfm2_1_2b --workdir=/tmp/lfm2_1_2b
 
-Sizes of LiquidAI/LFM2-1.2B, from memory; they give its 1,170,340,608 parameters. All others are the
-defaults of transformers. Data as in experiments/llama_84m.py with --tokenizer=LiquidAI/LFM2-1.2B
-and --out=data/c4_lfm2. About 20 tokens per parameter; all else as in experiments/llama_3_2_1b.py.
+Sizes of LiquidAI/LFM2-1.2B's config.json. Data as in experiments/llama_84m.py with
+--tokenizer=LiquidAI/LFM2-1.2B and --out=data/c4_lfm2. About 20 tokens per parameter; all else as in
+experiments/llama_3_2_1b.py.
 """
 
 import fiddle as fdl

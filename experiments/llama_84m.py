@@ -14,7 +14,9 @@ import fiddle as fdl
 from experiments.base.pretraining import fast as fast
 from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import muon as muon
+from experiments.base.pretraining import muon_clip as muon_clip
 from experiments.base.pretraining import pretraining, tiny_with
+from experiments.base.pretraining import schedule_free as schedule_free
 from experiments.base.pretraining import stable as stable
 from experiments.base.pretraining import synthetic as synthetic
 from lmlib.experiment import Experiment

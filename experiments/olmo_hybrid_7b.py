@@ -2,7 +2,7 @@
 
     python -m runner --fdl_config=experiments/olmo_hybrid_7b --workdir=/tmp/olmo_hybrid_7b
 
-Sizes of transformers' OlmoHybridConfig, without positions, as in allenai/Olmo-Hybrid-7B. Data as in
+Sizes of allenai/Olmo-Hybrid-7B's config.json; attention has no positions. Data as in
 experiments/llama_84m.py with --tokenizer=allenai/Olmo-Hybrid-7B and --out=data/c4_olmo_hybrid; all
 else as in experiments/llama_3_2_1b.py.
 """

@@ -19,7 +19,7 @@ from experiments.base.pretraining import fast as fast
 from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.speedrun import speedrun
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.optim.schedules import warmup_stable_decay
 
 tiny = tiny_with(window=32)

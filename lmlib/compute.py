@@ -16,14 +16,17 @@ class Compute:
     Args:
       dtype: dtype of activations and gathered weights, such as "bfloat16" or "float32".
       attention: an attention kernel of `lmlib.models.attend`; "auto" selects the best one.
-      quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or
-        "float8", as in `lmlib.models.matrices.quantized`.
+      quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8",
+        "float8" or "mxfp8", as in `lmlib.models.matrices.quantized`.
       context_method: method of exchanging keys if the mesh axis `context` splits rows: "gather" or
         "ring" (`lmlib.models.attend.context_parallel`); "auto" gathers small keys.
       dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange"
         (`lmlib.models.experts.rounds.DISPATCHES`); "auto" selects the one that sends less.
+      expert_parts: parts of a device's rows (sequences), if their number divides; one part's tokens
+        travel to their experts and back during the products of another.
       expert_room: rows that a device computes for its experts at a time, as a multiple of the
         number for even routing; additional rows are computed in further rounds.
+      grouped: method of the experts' products (`lmlib.models.experts.grouped`), or "auto".
       saved: names (`lmlib.models.part.ActivationNames`) of activations that are saved for the
         backward pass, or `EVERYTHING`; the others are recomputed.
       offloaded: further activations, saved in the host's memory.
@@ -44,7 +47,9 @@ class Compute:
     quantized: Mapping[str, str] | None = None
     context_method: str = "auto"
     dispatch: str = "auto"
+    expert_parts: int = 1
     expert_room: float = 1.25
+    grouped: str = "auto"
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     pipeline_rows: int = 1
@@ -59,8 +64,8 @@ class Compute:
         for name in ("dtype", "logits_dtype"):
             if not is_floating(dtype := getattr(self, name)):
                 raise ValueError(f"{name} must be a floating type like 'bfloat16', got {dtype!r}")
-        counts = "unroll", "pipeline_rows", "pipeline_rounds", "expert_room", "recurrent_chunk"
-        for name in counts:
+        counts = "unroll", "pipeline_rows", "pipeline_rounds", "recurrent_chunk"
+        for name in (*counts, "expert_room", "expert_parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.loss_chunk is not None and self.loss_chunk < 1:

@@ -105,13 +105,19 @@ class Recipe:
 
         Args:
           weights: the weights of `bare`, each in the form that `kept` returns, in the stored
-            layout. Their buffers are donated.
+            layout. Their buffers are donated. Without heads of multi-token prediction, these are
+            new too.
         """
-        if not has_adapters(self.shapes):
+        lacks_heads = hasattr(self.shapes, "predictors") and not hasattr(weights, "predictors")
+        if not has_adapters(self.shapes) and not lacks_heads:
             return weights
 
         def complete(weights: Any) -> Any:
-            return with_bases(self.model(key=jax.random.key(self.seed)), weights)
+            made = self.model(key=jax.random.key(self.seed))
+            if lacks_heads:
+                new = map_weights(self.kept, without_adapters(made))
+                weights = type(new)(weights, new.predictors)
+            return with_bases(made, weights)
 
         placed = map_weights(
             lambda weight, array: storage_spec(weight, array.shape, mesh), self.abstract_model

@@ -32,7 +32,7 @@ def step(
     """Makes one update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
     The loss is the sum over the objective's units, usually valid targets, divided by their count
-    in the whole batch, whatever microbatches, devices and masks are. If the guard rejects an
+    in the whole batch, for any microbatches, devices and masks. If the guard rejects an
     update, weights, moments and the schedule stay the same. Random layers use `state.key`, folded
     with the step and then with the microbatch's index.
 
@@ -98,9 +98,13 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         parts = jnp.arange(microbatches), split(batch, microbatches)
         with jax.named_scope("microbatches"):
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
-        reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
+        reported = jax.tree.map(_total, reported, is_leaf=lambda each: hasattr(each, "combined"))
     reported = reported._replace(metrics=objective.means(reported.metrics))
     return gradients, reported, count
+
+
+def _total(each_M: Any) -> Any:  # over microbatches
+    return each_M.combined() if hasattr(each_M, "combined") else jnp.sum(each_M, axis=0)
 
 
 def _updated(
@@ -111,6 +115,7 @@ def _updated(
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
     given = with_arrays(optimizer.hyperparameters, hyperparameters)
+    given = {**given, **{name: reported.tallies for name in given if name == "tallies"}}
     transformation = optax.with_extra_args_support(optimizer.transformation)
     grad_norm = optax.global_norm(gradients)
     returned = transformation.update(gradients, state.optimizer, state.model, **given)
@@ -195,11 +200,9 @@ def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Tra
     everywhere = NamedSharding(training.mesh, PartitionSpec())
     hyperparameters = arrays_of(training.optimizer.hyperparameters, training.mesh, abstract=True)
     with jax.set_mesh(training.mesh):
-        return jax.jit(
-            functools.partial(step, training=training),
-            donate_argnums=0,
-            out_shardings=(shardings(state), everywhere),
-        ).trace(state, batch, hyperparameters)
+        whole = functools.partial(step, training=training)
+        jitted = jax.jit(whole, donate_argnums=0, out_shardings=(shardings(state), everywhere))
+        return jitted.trace(state, batch, hyperparameters)
 
 
 def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metrics]]:

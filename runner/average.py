@@ -35,6 +35,7 @@ import numpy as np
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import reading, steps_in
 from lmlib.checkpoint.manifest import read_manifest
+from lmlib.optim.average import EVALUATED
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.references import RunReference, resolve
@@ -76,17 +77,20 @@ def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
             folder = checkpoints / str(step)
             show(f"reading {folder}")
             with reading(folder):
+                saved = read_manifest(folder).arrays
+                evaluated = any(name.startswith(f"{EVALUATED}.") for name in saved)
+                part = EVALUATED if evaluated else "model"
                 arrays = {
-                    name.removeprefix("model."): jax.ShapeDtypeStruct(
+                    name.removeprefix(f"{part}."): jax.ShapeDtypeStruct(
                         each.shape, jax.numpy.dtype(each.dtype), sharding=device
                     )
-                    for name, each in read_manifest(folder).arrays.items()
-                    if name.startswith("model.")
+                    for name, each in saved.items()
+                    if name.startswith(f"{part}.")
                 }
                 target = target or arrays
                 if target != arrays:
                     raise ConfigError(f"step {step} holds other weights than step {steps[0]}")
-                weights, notes = opened.restore_part(step, "model", target)
+                weights, notes = opened.restore_part(step, part, target)
             for name, array in weights.items():
                 mean = means.setdefault(name, np.zeros(array.shape))  # float64
                 mean += (np.asarray(array, np.float64) - mean) / count

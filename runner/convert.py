@@ -61,6 +61,7 @@ from lmlib.hf.peft.config import holds_adapters
 from lmlib.hf.peft.save import written_whole
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import has_adapters, without_adapters
+from lmlib.models.multi_token import multi_token, without_heads
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import split_by_training
@@ -188,8 +189,10 @@ def bring_out(
                 own = texts.first.tokenizer_path
             if own is None:
                 show("WARNING: no tokenizer files found, so the export has none: give --tokenizer")
-            if hasattr(model, "predictors"):
-                show("heads of multi-token prediction stay only if the family has them")
+            if hasattr(model, "predictors") and not families[0].names.heads:
+                kind = families[0].model_type
+                show(f"WARNING: a folder of {kind} has no heads of multi-token prediction")
+                model = without_heads(model)
             rounded = hf.save(
                 model,
                 unfinished,
@@ -271,17 +274,18 @@ def bring_adapters_out(
 
 
 def _families(run: SavedRun) -> list[Family]:
-    """Returns the known families, first the one that made the model.
+    """Returns the known families, first the one of the model.
 
-    Raises ValueError if none of them supports the model, before gigabytes are read.
+    If several support it, this is the one that made it. Raises ValueError if none does, before
+    gigabytes are read.
     """
     made_by = run.cfg.model
-    if fdl.get_callable(made_by) is lora:
+    while fdl.get_callable(made_by) in (lora, multi_token):
         made_by = made_by.of
     made = fdl.get_callable(made_by)
     families = sorted(run.options.families, key=lambda family: family.build is not made)
-    family_of(without_adapters(run.recipe.shapes), None, families)
-    return families
+    found, _ = family_of(without_adapters(run.recipe.shapes), None, families)
+    return sorted(families, key=lambda family: family is not found)
 
 
 def _settings(texts: TextSources) -> dict[str, Any]:

@@ -10,6 +10,7 @@
 --network    GB/s from each device to other hosts or slices, instead of the vendor's number
 --search     finds the fastest microbatches and saved activations that fit
 --search_mesh=expert,tensor   tries every division of the devices among fsdp and these axes
+--expert_imbalance=1.3   rows of the busiest device along `expert`, relative to even routing
 --advise     always tries changes that save memory; default: only if the step does not fit
 --json=FILE  also writes the report as JSON; "-": to stdout, instead of the text
 --no_cache   ignores cached reports
@@ -38,6 +39,9 @@ _NETWORK = flags.DEFINE_float("network", None, "GB/s from each device to other h
 _SEARCH = flags.DEFINE_bool("search", False, "Search for the fastest settings that fit.")
 _SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "Try all sizes of these mesh axes.")
 _ADVISE = flags.DEFINE_bool("advise", False, "Try changes that save memory.")
+_IMBALANCE = flags.DEFINE_float(
+    "expert_imbalance", 1.0, "Rows of the busiest experts' device, over even ones.", lower_bound=1.0
+)
 _JSON = flags.DEFINE_string("json", None, "JSON file for the report; -: stdout, without text.")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "Ignore cached reports.")
 
@@ -103,7 +107,7 @@ def _target() -> Target:
 
 def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     """Returns the report's `text` and `json`, from the cache if possible."""
-    given = [flag.value for flag in (_NETWORK, _SEARCH, _SEARCH_MESH, _ADVISE)]
+    given = [flag.value for flag in (_NETWORK, _SEARCH, _SEARCH_MESH, _ADVISE, _IMBALANCE)]
     key = kept_plans.key(cfg, target, versions(), *given)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
         tell("showing the cached report of this config and code; --no_cache plans again")
@@ -134,18 +138,19 @@ def _of_stage(
     experiment: Experiment, target: Target, tell: Callable[[str], None]
 ) -> tuple[Report, dict[str, Any]]:
     """Returns the plan of a stage, and its `text` and `json` with requested searches and advice."""
-    report = plan(experiment, target, tell)
+    imbalance = _IMBALANCE.value
+    report = plan(experiment, target, tell, imbalance)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:
-        found = search(experiment, target, tell, known=report)
+        found = search(experiment, target, tell, report, imbalance)
         text += "\n\n" + section("Search", str(found))
         fields["search"] = found.as_json()
     if _SEARCH_MESH.value:
-        meshes = search_meshes(experiment, target, _SEARCH_MESH.value, tell, known=report)
+        meshes = search_meshes(experiment, target, _SEARCH_MESH.value, tell, report, imbalance)
         text += "\n\n" + section("Meshes", str(meshes))
         fields["meshes"] = meshes.as_json()
     if _ADVISE.value or report.memory.fits is False:
-        advice = advise(experiment, target, report, tell)
+        advice = advise(experiment, target, report, tell, imbalance)
         text += "\n\n" + section("What needs less memory", str(advice))
         fields["advice"] = advice.as_json()
     return report, {"text": text, "json": fields}

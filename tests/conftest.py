@@ -16,7 +16,7 @@ MANY_MAPPINGS = 20_000
 
 gc.disable()  # until all is imported, which stays: a sixth of the time that takes
 check_annotations("lmlib")
-# How long an example takes says how busy the machine is.
+# The time of an example depends on how busy the machine is.
 settings.register_profile("without_deadlines", deadline=None)
 settings.load_profile("without_deadlines")
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports JAX."""
     if config.getoption("--real-devices"):
-        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # TF32 is no float32
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # TF32 differs from float32
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes share a GPU
     else:
         _simulate_devices()
@@ -113,7 +113,7 @@ def _mappings() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not look at it again and again."""
+    """Imported modules stay, so the garbage collector need not visit them again and again."""
     gc.enable()
     gc.collect()
     gc.freeze()

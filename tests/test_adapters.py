@@ -23,7 +23,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.matmul import matmul
 from lmlib.models.matrices.lora import map_adapted, without_adapters
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError, named_weights
@@ -147,7 +147,7 @@ def test_a_matrix_that_fsdp_does_not_divide_rests_whole():
 
 
 def products(function, *arguments):
-    """How many there are in the compiled program, as it is traced and as XLA leaves it."""
+    """Returns the number of products, the same in the traced and the compiled program."""
     traced = jax.jit(function).trace(*arguments)
     compiled = traced.lower().compile().as_text()
     found = str(traced.jaxpr).count("= dot_general["), len(re.findall(r" dot\(", compiled))
@@ -259,6 +259,7 @@ DROPPED, ALL_AXES = functools.partial(adapted, dropout=0.2), {"fsdp": 2, "expert
         (DROPPED, ALL_AXES, True, {}),
         (adapted_experts, ALL_AXES, True, {"dispatch": "exchange", "expert_room": 1.0}),
         (adapted_experts, {"expert": 8}, False, {"dispatch": "exchange", "expert_room": 1.0}),
+        (adapted_experts, ALL_AXES, False, {"grouped": "triton"}),
         (adapted_experts, ALL_AXES, False, {"dispatch": "gather", "expert_room": 2.0}),
         (adapted_experts, {"expert": 4, "tensor": 2}, True, {"dispatch": "gather"}),
         (adapted_experts, {"data": 2, "fsdp": 2, "tensor": 2}, True, {"expert_room": 1.0}),
@@ -267,7 +268,7 @@ DROPPED, ALL_AXES = functools.partial(adapted, dropout=0.2), {"fsdp": 2, "expert
 def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(
     make, mesh, sequence_parallel, settings
 ):
-    """With little room, rows come in several rounds."""
+    """Little room makes rows come in several rounds."""
     expected, mesh = gradient_on_one_device(make), make_mesh(**mesh)
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel, **settings)
     with jax.set_mesh(mesh):
@@ -302,8 +303,8 @@ def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtyp
         trainable=adapters(), frozen_dtype=frozen_dtype,
     )  # fmt: skip
     found = {}
-    for mesh in ({}, {"fsdp": 2, "expert": 2, "tensor": 2}):
-        run = run_of(mesh)
+    for mesh, method in (({}, "auto"), ({"fsdp": 2, "expert": 2, "tensor": 2}, "triton")):
+        run = run_of(mesh, dataclasses.replace(FLOAT32, grouped=method))
         begun = run.initial_state()
         before = jax.device_get(begun.frozen)
         found[len(mesh)], state = trained(run, compiled(run), begun)
@@ -316,7 +317,7 @@ def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtyp
 
 
 def test_a_product_of_all_experts_at_once_has_their_pairs():
-    """As a layer of one's own may compute them."""
+    """A layer of one's own may multiply by all experts at once."""
     one = jax.tree.map(lambda x: x[0], experts(adapted_experts()).gate)
     x = jax.random.normal(jax.random.key(5), (X, 7, E))
     found = matmul("xce,xef->xcf", x, one)

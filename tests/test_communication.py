@@ -1,4 +1,4 @@
-"""What a step asks to be sent between devices, read off the program before XLA optimises it.
+"""A step's communication between devices, read from the program before XLA optimises it.
 
 tests/plan/test_communication_budgets.py counts what compiled programs send. XLA's CPU backend
 widens bf16 collectives to float32, so dtypes are read off the lowered program.

@@ -27,7 +27,7 @@ HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 
 @functools.cache
 def defined_in(file: Path) -> frozenset[str]:
-    """What a file of Python defines: "step", "State", and of classes "State.model"."""
+    """Returns names that a Python file defines: "step", "State", and in classes "State.model"."""
 
     def names(body: list[ast.stmt], prefix: str = "") -> set[str]:
         found = set()
@@ -55,7 +55,7 @@ def words_of_the_code() -> frozenset[str]:
 
 
 def absent(text: str, folder: Path = ROOT) -> list[str]:
-    """What `text` names by a path relative to `folder`, and is not there."""
+    """Returns paths in `text`, relative to `folder`, that do not exist."""
     wrong = []
     for name, member in FILE.findall(text):
         file = folder / name
@@ -81,7 +81,7 @@ def linked_from(page: Path) -> set[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes of its headings."""
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 

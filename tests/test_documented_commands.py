@@ -29,7 +29,7 @@ SHORTER = TABLES["shorter"]
 NOT_RUN, NOT_RUN_PYTHON = TABLES["not run"], TABLES["not run python"]
 # Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.
 EXCERPTS = TABLES["excerpts"]
-# What a reader has in hand before the Python of a page.
+# Names that a reader has before the Python of a page.
 IN_HAND = dict.fromkeys(
     [f"docs/{page}.md" for page in TABLES["pages with a config"]],
     "from experiments import llama_84m\ncfg = llama_84m.config()\n",
@@ -37,7 +37,7 @@ IN_HAND = dict.fromkeys(
 COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:git clone|python3?|pip|sbatch|kubectl|docker|sky) |#SBATCH|export "
 )
-FILE = re.compile(r"# (\w+\.py)\n")  # the first line of what goes into a file
+FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a block that goes into a file
 
 SHOWN = {page.relative_to(ROOT).as_posix(): blocks(page) for page in PAGES}
 

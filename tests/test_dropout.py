@@ -1,4 +1,4 @@
-"""Dropout in training: what is drawn depends on seed, step and microbatch, and on nothing else."""
+"""Dropout in training depends on seed, step and microbatch, and on nothing else."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def test_the_share_of_zeros_is_the_rate_and_the_mean_stays(rate, dtype):
     kept_BSE = found_BSE != 0
     n = x_BSE.size
     assert abs(kept_BSE.sum() - n * (1 - rate)) < 4 * np.sqrt(n * rate * (1 - rate))
-    # The sum of what is left varies by Σ x² rate / (1 - rate).
+    # The remaining sum has the variance Σ x² rate / (1 - rate).
     deviation = np.sqrt(np.sum(x_BSE**2) * rate / (1 - rate))
     assert abs(found_BSE.sum() - x_BSE.sum()) < 4 * deviation
     # Rounded once: a rate that was itself rounded to bfloat16 would be seen.
@@ -83,7 +83,7 @@ def test_the_share_of_zeros_is_the_rate_and_the_mean_stays(rate, dtype):
 
 
 def documented_factors(key, shape, rate):
-    """0 or 1 / (1 - rate): keys descend by field and layer, as those of the weights do."""
+    """0 or 1 / (1 - rate): keys descend by field and layer, like the weights' keys."""
 
     def factor(key, name):
         kept = jax.random.bernoulli(fold_in_name(key, name), 1 - rate, shape)

@@ -57,7 +57,7 @@ class Uneven(Synthetic):
 
 
 class OneTargetLess(Synthetic):
-    """The same tokens; a single place is no target."""
+    """The same tokens; only a single place is not a target."""
 
     def batch(self, step, rows=slice(None)):
         batch = super().batch(step, rows)
@@ -130,7 +130,7 @@ for _ in range(5):
 
 @pytest.mark.slow
 def test_simulated_devices_evaluate_more_batches_than_xla_lets_wait():
-    """In a process of its own, which XLA would abort."""
+    """Runs in a process of its own, which XLA would abort."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     done = run_forked("-c", MANY_BATCHES, environment={"XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr

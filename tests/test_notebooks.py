@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, and shows what it shows here.
+"""Every notebook runs from its first cell to its last, with the kinds of output stored in it.
 
 Its runs are made short, and their programs are compiled as those of other tests are."""
 
@@ -26,7 +26,7 @@ SHORTER = (  # all that notebooks count in steps, and in layers and seeds
 
 
 def kinds(notebook):
-    """Of each cell of code, what kinds of output it has."""
+    """Returns the kinds of output of each cell of code."""
     return [
         sorted({kind for output in cell.outputs for kind in output.get("data", {"text/plain": ""})})
         for cell in notebook.cells

@@ -1,4 +1,4 @@
-"""What tab completion offers is there."""
+"""Every name that tab completion offers exists."""
 
 import importlib
 

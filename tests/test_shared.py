@@ -37,7 +37,7 @@ def test_the_oldest_programs_go_first(tmp_path):
 
 
 def test_a_run_adds_no_flag():
-    """With one more it would compile by itself what the tests have compiled."""
+    """One more option would make it compile the tests' programs again."""
     environment = {"XLA_FLAGS": XLA_FLAGS}
     set_gpu_flags(environment)
     keep_cpus_in_order(several_processes=True, environment=environment)

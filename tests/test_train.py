@@ -72,7 +72,7 @@ def logits(model, batch):
 
 
 def losses_of(model):
-    """Of each position of the batch, (B, S)."""
+    """Returns losses of each position of the batch, (B, S)."""
     batch = source.batch(0)
     log_p_BSV = jax.nn.log_softmax(logits(model, batch))
     return -jnp.take_along_axis(log_p_BSV, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
@@ -80,7 +80,7 @@ def losses_of(model):
 
 @functools.cache
 def token_gradients():
-    """For each position of the batch its loss and its gradient, each computed alone, float64."""
+    """Returns loss and gradient of each position, computed one by one in float64."""
     model = initial_model()
 
     @jax.jit
@@ -116,7 +116,7 @@ def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
     expected = [np.tensordot(mask_BS, each, 2) / count for each in jacobian]
     whole = np.sqrt(sum(np.linalg.norm(each) ** 2 for each in expected))
     for found, each in zip(gradient, expected, strict=True):
-        # Some are nothing but what is left of sums that cancel.
+        # Some are only rounding errors of sums that cancel.
         scale = max(np.linalg.norm(each), 1e-2 * whole)
         assert np.linalg.norm(found - each) <= 2e-4 * scale
 

@@ -5,7 +5,7 @@ import optax
 
 from lmlib import train
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon
+from lmlib.optim.matrices.muon import muon
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh

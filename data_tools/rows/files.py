@@ -68,7 +68,7 @@ class Files:
         pattern: str | None = None,
         document_separator: str | None = None,
     ) -> None:
-        """Finds the files: files of `datasets`, and those that match `pattern` in its folders.
+        """Finds the files of `datasets`, and files that match `pattern` in its folders.
 
         With a `document_separator` a text file holds many documents. Names that begin with a dot
         are skipped, unless the pattern has one too. Raises OSError for paths that cannot be read,

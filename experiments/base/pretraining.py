@@ -21,11 +21,14 @@ from lmlib.experiment import (
 from lmlib.guard import Guard
 from lmlib.losses.multi_token import MultiToken
 from lmlib.losses.next_token import NextToken
+from lmlib.models.measured_block import measured_block
 from lmlib.models.multi_token import multi_token as with_heads
 from lmlib.models.parts.rope_scaling import Yarn
 from lmlib.optim.adamw import adamw
-from lmlib.optim.muon import muon as muon_optimizer
-from lmlib.optim.schedules import warmup_cosine, warmup_stable_decay
+from lmlib.optim.matrices.muon import muon as muon_optimizer
+from lmlib.optim.qk_clip import qk_clip
+from lmlib.optim.schedule_free import ScheduleFree
+from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_stable_decay
 from lmlib.parallel.mesh import make_mesh
 
 Fiddler = Callable[[fdl.Config[Experiment]], None]
@@ -200,3 +203,17 @@ def multi_token(cfg: fdl.Config[Experiment], weights: tuple[float, ...] = (0.3,)
 def muon(cfg: fdl.Config[Experiment]) -> None:
     """Uses Muon instead of AdamW, with Muon's learning rate, schedule and weight decay."""
     fdl.update_callable(cfg.optimizer, muon_optimizer, drop_invalid_args=True)
+
+
+def schedule_free(cfg: fdl.Config[Experiment]) -> None:
+    """Uses schedule-free AdamW: a constant rate, and an average of the weights is evaluated."""
+    cfg.average = fdl.Config(ScheduleFree)
+    cfg.optimizer.b1 = 0.0
+    cfg.optimizer.schedule = warmup_constant
+
+
+def muon_clip(cfg: fdl.Config[Experiment]) -> None:
+    """Uses MuonClip: Muon, and QK-clip of heads with large attention logits."""
+    muon(cfg)
+    cfg.optimizer = fdl.Partial(qk_clip, optimizer=cfg.optimizer)
+    cfg.model.layer = measured_block

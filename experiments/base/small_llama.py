@@ -9,8 +9,9 @@ from lmlib.experiment import Experiment
 def small_llama(
     *, vocab: int, embed: int, head_dim: int, rows: int, steps: int
 ) -> fdl.Config[Experiment]:
-    """Returns the quickstart with other sizes, rows of 128 tokens, and no samples."""
+    """Returns the plain quickstart with other sizes, rows of 128 tokens, and no samples."""
     cfg = quickstart.config()
+    quickstart.plain(cfg)
     cfg.data.path.vocab_size = cfg.model.vocab = vocab
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // head_dim, 5 * embed // 2
     cfg.data.batch_size, cfg.data.sequence_length = rows, 128

@@ -25,7 +25,7 @@ from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective
 from lmlib.metrics.sinks import MakeSink
 from lmlib.models.matrices.lora import without_adapters
-from lmlib.optim.average import WeightAverage, with_average
+from lmlib.optim.average import Averaging
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
 from lmlib.optim.transfer import CompleteP, Scaled
@@ -101,7 +101,7 @@ class Experiment:
     scaling: CompleteP | None = None
     trainable: Groups | None = None
     frozen_dtype: str | None = None
-    average: WeightAverage | None = None
+    average: Averaging | None = None
     microbatches: int = 1
     guard: Guard = Guard()
     seed: int = 0
@@ -117,7 +117,7 @@ class Experiment:
 
     @functools.cached_property
     def batches(self) -> Source:
-        """Returns all batches of the run; the sizes are those in the first stage.
+        """Returns all batches of the run; the sizes are the first stage's.
 
         Raises ValueError if stages are not in order or do not fit each other.
         """
@@ -195,7 +195,8 @@ class Experiment:
         if any(group.decays is not None for group in groups.values()):
             given["decays"] = decays_by(groups, self.recipe.shapes, made.decays)
             made = self.optimizer(self.steps, **given)
-        return with_average(with_rates(made, self.recipe.shapes, self.trainable), self.average)
+        made = with_rates(made, self.recipe.shapes, self.trainable)
+        return made if self.average is None else self.average.added_to(made, self.steps)
 
     @property
     def validation_sets(self) -> dict[str, Source]:

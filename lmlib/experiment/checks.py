@@ -71,6 +71,10 @@ def check_experiment(experiment: Any) -> None:
             "compute.attention is 'cudnn', which runs on NVIDIA GPUs, and the devices are "
             f"{device.device_kind}: use 'auto'"
         )
+    if "mxfp8" in (experiment.compute.quantized or {}).values():
+        from lmlib.models.matrices.mxfp8 import check_devices
+
+        check_devices(experiment.mesh)
     _check_gradients(experiment)
     _check_objective(experiment, model)
     _check_model_losses(experiment)

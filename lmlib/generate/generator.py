@@ -51,7 +51,7 @@ class Generator:
     Args:
       model: copied in the dtype of `compute`.
       mesh: where the weights are placed; `None`: the mesh that they were made on, if any. Rows are
-        never split over devices, whatever axes the mesh has.
+        never split over devices, for any mesh.
       compute: only `dtype` and `attention` are used; `None`: in `usual_dtype`.
       rows: rows of a batch: prompts times samples.
       length: tokens of the longest row, including the prompt.

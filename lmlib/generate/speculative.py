@@ -3,8 +3,9 @@
 Sources: Leviathan et al. 2023 (arXiv:2211.17192); for heads DeepSeek-V3 (arXiv:2412.19437), §2.2.
 
 The draft and the model choose the token of a position with the same noise. A guess is accepted if
-it is the model's own choice. So the tokens are those of ordinary decoding, for all settings of
-`Sampling`, unless rounding decides between two tokens.
+it is the model's own choice. So ordinary decoding gives the same tokens, for all settings of
+`Sampling`, unless rounding decides between two tokens: products of several rows may be rounded
+otherwise than those of one, which matters in bfloat16.
 
 Shapes: B batch (rows), K guesses, T = K + 1 tokens of a call, C tokens of a chunk of prompts, N
 tokens of a round, E embed, V vocab.
@@ -344,7 +345,7 @@ def _checked(
     settings: _Settings,
     now: _Round,
 ) -> _Round:
-    """The model chooses the next tokens of each row, up to the first that is no guess.
+    """The model chooses the next tokens of each row, up to the first that differs from the guess.
 
     Args:
       most_B: maximum number of tokens; rows with 0 stay as they are.
@@ -373,14 +374,14 @@ def _checked(
     new_B = jnp.minimum(jnp.minimum(right_B, _first(ends_BT)) + 1, most_B)
     is_new_BT, is_newest_BT = at_T < new_B[:, None], at_T == new_B[:, None] - 1
 
-    if states := _states(of_model):
+    if states := _states(cache.model):
 
-        def again() -> list[Any]:
+        def again(of_model: Any) -> Any:
             """Reads the right tokens only, from the states before."""
-            return _states(read(new_B, _with_states(of_model, _states(cache.model)))[1])
+            return read(new_B, _with_states(of_model, states))[1]
 
-        states = jax.lax.cond(jnp.any(runs_B & (new_B <= K)), again, lambda: states)
-        of_model = _with_states(of_model, states)
+        wrong = jnp.any(runs_B & (new_B <= K))
+        of_model = jax.lax.cond(wrong, again, lambda kept: kept, of_model)
 
     features = None
     if cache.features is not None:
@@ -410,7 +411,7 @@ def _checked(
 
     assert now.made.drafts_B2 is not None
     accepted_B = jnp.minimum(new_B, right_B)
-    drafted_B = jnp.where(new_B > right_B, K, new_B)  # without those that nothing checked
+    drafted_B = jnp.where(new_B > right_B, K, new_B)  # only checked guesses count
     made = NewTokens(
         added(now.made.tokens_BN, chosen_BT),
         added(now.made.logprobs_BN, logprobs_BT),

@@ -18,7 +18,7 @@ class Generated(NamedTuple):
         temperature and the other settings.
       stopped: True if a stop id or `Stream.stop` ended the row; otherwise it has `max_tokens`.
       drafted, accepted: with a draft (`lmlib.generate.speculative`), numbers of tokens that it
-        drafted, and of those that were right.
+        drafted, and that were right.
     """
 
     tokens: list[int]

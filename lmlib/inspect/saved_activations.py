@@ -1,7 +1,6 @@
 """The tensors saved by the forward pass for the backward pass, by name."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -57,8 +56,14 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     model = abstract_model(lambda: experiment.recipe.abstract_model, mesh)
     rows = data.batch_size // experiment.microbatches
     batch = abstract_batch(rows, data.sequence_length, mesh)
+    objective, compute = experiment.objective, experiment.compute
+
+    def loss(model: Any, batch: Any) -> Any:
+        if objective.trains_predictors:
+            return objective.sums(model, None, batch, compute)
+        return batch_loss(model, batch, compute)
+
     with jax.set_mesh(mesh):
-        loss = functools.partial(batch_loss, compute=experiment.compute)
         traced = jax.make_jaxpr(loss)(model, batch)
     kept = {*ALWAYS_KEPT, *experiment.compute.kept(model.names.saved)}
     return SavedActivations(

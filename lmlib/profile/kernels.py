@@ -15,7 +15,12 @@ from lmlib.plan.step_time import FLOAT32_RATE
 from lmlib.plan.traffic import bytes_moved, multiplies, origin, scheduled, sends
 
 # XLA's names of the dtypes that matrix units multiply faster than bfloat16.
-_FASTER = {"f8e4m3fn": "float8_e4m3fn", "f8e4m3fnuz": "float8_e4m3fnuz", "s8": "int8"}
+_FASTER = {
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e4m3fnuz": "float8_e4m3fnuz",
+    "f8e5m2": "float8_e5m2",
+    "s8": "int8",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The points of curves: axis values at each step of a run, and thinned series.
 
-Shape suffixes: N measurements, P points, each of which covers a stretch of steps.
+Shape suffixes: N measurements, P points, each for a stretch of steps.
 """
 
 from collections.abc import Mapping

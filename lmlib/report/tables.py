@@ -124,7 +124,7 @@ def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
 
 
 def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Returns the settings of each run; first, once, those that several runs all have."""
+    """Returns the settings of each run; settings that all runs share come first, once."""
     every = [[(shown(a), shown(b)) for a, b in each.run.settings.items()] for each in runs]
     common = set(every[0]).intersection(*every) if len(runs) > 1 else set()
     found = [("all runs", [pair for pair in every[0] if pair in common])] if common else []

@@ -14,7 +14,7 @@ _Check = Callable[[Any], bool]
 
 
 class Final(NamedTuple):
-    """A number of a finished run; `over` says in words what it was measured on."""
+    """A number of a finished run; `over` says in words on which data it was measured."""
 
     value: float
     unit: str

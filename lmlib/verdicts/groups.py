@@ -16,7 +16,7 @@ LENGTH = "steps"  # the setting that differs between runs of several lengths
 # Settings that don't change the training result: the place and speed of a run, and the frequency
 # and text of its measurements. validation.json has a digest of the text.
 WITHOUT_EFFECT = (
-    *("mesh", "microbatches", "prefetch_batches", "average", "guard.captures"),
+    *("mesh", "microbatches", "prefetch_batches", "guard.captures"),
     *("compute.attention", "compute.saved", "compute.offloaded", "compute.unroll"),
     *("compute.sequence_parallel", "compute.loss_chunk"),
     *("validation", "evaluation", "checkpoints", "samples", "actions", "sinks"),
@@ -27,7 +27,7 @@ Seed = tuple[tuple[str, str], ...]  # every seed's path and value
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs of one experiment, by seed; `settings` are those in which groups differ, as text."""
+    """Runs of one experiment, by seed; `settings`, as text, are the ones in which groups differ."""
 
     settings: Mapping[str, str | None]
     runs: Mapping[Seed, FinishedRun]
@@ -91,7 +91,7 @@ def grouped(
 
 
 def distinguishing_settings(groups: Sequence[Group]) -> list[str]:
-    """Returns the settings that distinguish the groups, the first of those that vary together."""
+    """Returns the settings that distinguish groups, and only one of several that vary together."""
     found: dict[tuple[int, ...], str] = {}
     for path in groups[0].settings if groups else ():
         values = [group.settings[path] for group in groups]

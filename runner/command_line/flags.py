@@ -27,7 +27,10 @@ INIT_FROM = flags.DEFINE_string(
     "RUN, RUN@STEP or Hugging Face folder with initial weights, or with weights that --from lacks.",
 )
 WEIGHTS = flags.DEFINE_enum(
-    "weights", "trained", ["trained", "ema"], "Weights of a run: the last, or their average."
+    "weights",
+    None,
+    ["trained", "ema"],
+    "Weights of a run: the last, or their average; without the flag as the run evaluated.",
 )
 flags.disclaim_key_flags()  # `key_flags` acts for the module that calls it
 
@@ -48,7 +51,7 @@ def loading() -> Mapping[str, Any]:
     return {
         "trusted": TRUST_MODULE.value,
         "init_from": INIT_FROM.value,
-        "average": WEIGHTS.value == "ema",
+        "average": WEIGHTS.value and WEIGHTS.value == "ema",
     }
 
 

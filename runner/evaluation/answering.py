@@ -84,7 +84,7 @@ class Answering:
     ) -> list[list[int]]:
         """Continues each prompt until its text contains one of `until`, or an end token comes.
 
-        Prompts have a token; those that leave no room are cut at the beginning. Raises ValueError
+        Prompts have a token; prompts that leave no room are cut at the beginning. Raises ValueError
         if `length` leaves no room for a token of the prompt, an id is not in the model's
         vocabulary, or the model cannot compute sequences of this length.
 

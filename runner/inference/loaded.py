@@ -202,7 +202,7 @@ def load(
     tokenizer: str | None = None,
     trusted: Collection[str] = (),
     init_from: str | None = None,
-    average: bool = False,
+    average: bool | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
     """Loads a saved model: a run `WORKDIR[@STEP]`, a Hugging Face or PEFT folder, or a Hub name.

@@ -13,7 +13,7 @@ import jax
 from lmlib.hardware.detection import has_accelerator, plugins, use_cpu_if_alone
 from runner.errors import ConfigError
 from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.jax_settings.xla_flags import SUMS_ON_CPU, add_flags, keep_cpus_in_order
 
 # Parameters of mallopt(3) and their values. Only blocks of 2 GiB or more, the largest threshold
 # that mallopt accepts, return to the kernel. All threads share one arena, since arenas of other
@@ -58,6 +58,8 @@ def choose_devices() -> None:
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
+    elif jax.__version_info__ < (0, 11):
+        add_flags((SUMS_ON_CPU,))
     left_out = use_cpu_if_alone()
     # JAX needs cuDNN on NVIDIA GPUs, and lmlib[plan-gpu] lacks it.
     runs_on_gpus = find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None

@@ -16,6 +16,7 @@ from lmlib.experiment import Action, Experiment, PeriodicCallback, StepEvent
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, mfu, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
+from lmlib.optim.average import evaluated_model
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
 from lmlib.state import State
@@ -110,7 +111,7 @@ class Loop:
         self._restart_clock()
 
     def run(self, unevaluated: bool) -> State:
-        """Runs the remaining steps and returns the final state; the errors are those of `fit`.
+        """Runs the remaining steps and returns the final state; raises the same errors as `fit`.
 
         `unevaluated` is true if an earlier process ended during the evaluation of its last step.
         """
@@ -187,7 +188,7 @@ class Loop:
         """Samples from the prompts, except after the last step, which the summary covers."""
         if now.step == self._run.experiment.steps:
             return
-        if texts := self._run.sample(now.step, now.state.whole_model):
+        if texts := self._run.sample(now.step, evaluated_model(now.state)):
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 
     def _moment(self, step: int, state: State, line: Line) -> StepEvent:
@@ -198,7 +199,7 @@ class Loop:
         self._clock = time.perf_counter()
 
     def _read(self, made: _Dispatched) -> Line:
-        """Waits for a step and returns its metrics; those of value `None` are not written.
+        """Waits for a step and returns its metrics; `None` values are not written.
 
         The step's time begins at the end of the previous step, or at `_restart_clock`, and includes
         the wait for its batch. `tokens_per_second` and MFU count every position that the devices

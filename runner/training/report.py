@@ -11,6 +11,7 @@ import jax
 from lmlib.data.compressors import saw_training_text
 from lmlib.losses.objective import Objective
 from lmlib.metrics.log import mfu, read_metrics
+from lmlib.optim.average import evaluated_model
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.state import State
@@ -195,7 +196,7 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
             "validated_on": validation.seen(whole=True),
             "compressed_bits_per_byte": validation.compressed_bits_per_byte,
         }
-    texts = run.sample(experiment.steps, state.whole_model)
+    texts = run.sample(experiment.steps, evaluated_model(state))
     tokens_per_second = positions / totals["seconds"]
     summary = Summary(
         steps=experiment.steps,

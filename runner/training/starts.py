@@ -75,7 +75,7 @@ class Start:
     def check_jax_settings(
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
     ) -> None:
-        """Checks JAX's settings against those of the previous start, if the run has checkpoints."""
+        """Checks JAX's settings against the previous start's, if the run has checkpoints."""
         before = newest_start(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
             return

@@ -7,6 +7,7 @@ from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.validation import Evaluation, Evaluator, bits_per_byte, validation_metrics
 from lmlib.experiment import Experiment
+from lmlib.optim.average import evaluated_model
 from lmlib.runs.validation import StoredSet, StoredValidation
 from lmlib.state import State
 
@@ -37,7 +38,7 @@ class Validation:
     def metrics(self, state: State) -> dict[str, float]:
         """Returns `Experiment.evaluation_metrics`, measured on the same batches each time."""
         metrics = self._metrics(self._measured(state, whole=False), "evaluation")
-        return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
+        return metrics if self._suite is None else metrics | self._suite(evaluated_model(state))
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
         """Evaluates on all batches of each set (some of an endless set), without the suite.
@@ -95,7 +96,7 @@ class Validation:
         return source.compressed_bits_per_byte if isinstance(source, FlatTokens) else {}
 
     def _measured(self, state: State, whole: bool) -> dict[str, Evaluation]:
-        model, reference_model = state.whole_model, state.reference_model
+        model, reference_model = evaluated_model(state), state.reference_model
         return {
             name: self._evaluator(model, source, self._count(source, whole), reference_model)
             for name, source in self._sets.items()

@@ -1,4 +1,4 @@
-"""Checkpoints are what docs/checkpoints.md says, and the reader on that page reads them."""
+"""Checkpoints have the format in docs/checkpoints.md, and the reader on that page reads them."""
 
 import json
 import re
@@ -23,7 +23,7 @@ FILES = re.findall(r"^\| `([\w./]+/[\w.]+)` \| `(.*)` \|$", PAGE, re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first program on the page writes."""
+    """Returns the folder that the first program on the page writes."""
     folder = tmp_path_factory.mktemp("example")
     exec(WRITES.replace("/tmp/example", str(folder)), {})
     return folder / "checkpoints/5"

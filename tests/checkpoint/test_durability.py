@@ -1,4 +1,4 @@
-"""What a power cut may lose, by the order in which the system is asked to sync, rename and delete.
+"""Files are synced, renamed and deleted in an order in which a power cut loses no checkpoint.
 
 benchmarks/power_cuts.py makes real cuts.
 """
@@ -27,7 +27,7 @@ Call = tuple[str, str]  # of the system, and its path
 
 @pytest.fixture(scope="module")
 def calls() -> Iterator[list[Call]]:
-    """What the system is asked for, in order; of a renaming, the old path."""
+    """Yields the system calls in order; a renaming has its old path."""
     made: list[Call] = []
     patches = pytest.MonkeyPatch()
 
@@ -78,7 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, calls: list[Call]) -> tuple[
 
 
 def last(calls: list[Call], wanted: Call) -> int:
-    """Where a call comes for the last time."""
+    """Returns the index of a call's last occurrence."""
     return max(number for number, call in enumerate(calls) if call == wanted)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in buckets: whole or absent, verified, on any mesh, whatever the network does."""
+"""Checkpoints in buckets: whole or absent, verified, on any mesh, with any fault of the network."""
 
 from collections.abc import Iterator
 
@@ -126,7 +126,7 @@ def test_damage_is_noticed_and_set_aside(bucket):
     with Checkpoints(f"{url}/checkpoints") as checkpoints:
         checkpoints.verify(2)
         assert checkpoints.steps() == [1, 2]
-        assert arrays.read(chunk) == content  # what was set aside stays
+        assert arrays.read(chunk) == content  # the copy stays
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_save_on_a_full_disk_fails_and_the_last_checkpoint_stays(tmp_path):
     assert child.stdout.splitlines() == [
         f"[Errno {errno.EFBIG}] cannot save step 2 in {tmp_path}: a file would be larger "
         "than this process may write (ulimit -f) (File too large)",
-        "[1] 1",  # what was written of step 2 is gone
+        "[1] 1",  # the incomplete step 2 is gone
         "[3]",  # and once there is room again, the run can save
     ]
 

@@ -1,4 +1,4 @@
-"""Two processes that save into one directory: what each reads, and what it sees of damage."""
+"""Two processes save into one directory, and each of them reads it and notices damage."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""clusters/*.Dockerfile, which are built elsewhere: what goes in is there, and what pip is told."""
+"""clusters/*.Dockerfile are built elsewhere. Here, copied files exist and pip gets its options."""
 
 import re
 import tomllib

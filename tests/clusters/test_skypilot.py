@@ -20,7 +20,7 @@ def variables(rank, nodes):
 
 
 def arguments(rank, nodes):
-    """What bash makes of the command."""
+    """Returns the arguments into which bash splits the command."""
     shown = "python() { printf '%s\\n' \"$@\"; }\n" + TASK["run"]
     made = subprocess.run(
         ["bash", "-ec", shown], env=os.environ | variables(rank, nodes),

@@ -1,4 +1,4 @@
-"""Chats as texts. tests/hf/test_chat_parity.py compares them with those of transformers."""
+"""Chats as texts. tests/hf/test_chat_parity.py compares them with transformers."""
 
 import json
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""A chat template gets little memory and time, whatever it asks for, and nothing else is harmed."""
+"""Any chat template gets little memory and time, and nothing else is harmed."""
 
 import contextlib
 import os

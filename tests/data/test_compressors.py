@@ -1,4 +1,4 @@
-"""Lengths of compressed texts, beside the program xz and what decoders make of the codes."""
+"""Lengths of compressed texts, compared with the program xz, and decoded again."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Flat tokens against loops over tokens and over documents, and what is refused."""
+"""Flat tokens against loops over tokens and over documents, and refused files."""
 
 import itertools
 import json
@@ -187,7 +187,7 @@ def test_so_many_epochs(example, packed, epochs):
     rows = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
     counted = np.bincount(rows[rows >= 0], minlength=source.sequences)
     assert (counted == epochs).all()
-    # What is past the last epoch is padding, and only the last batch has any.
+    # Rows past the last epoch are padding. Only the last batch has any.
     assert (rows[: epochs * source.sequences] >= 0).all()
     assert len(rows) - epochs * source.sequences < 4
     beyond = source.batch(source.batches)

@@ -83,7 +83,7 @@ def mixture_of(stages, batch_size):
 
 
 def test_values_known_by_hand():
-    # 3 : 1 is a a b a; equal weights alternate; b rests while c is alone, then goes on.
+    # 3 : 1 is a a b a; equal weights alternate; b rests while only c is read, then goes on.
     mixture = Mixture(
         numbered("abc"),
         [
@@ -114,7 +114,7 @@ def test_counts_known_by_hand():
     assert apportion([1, 1, 1]) == [342, 341, 341]
     assert apportion([5]) == [1024]
     assert apportion([1, 1023]) == [1, 1023]
-    assert apportion([0.9996, 0.0009771]) == [1023, 1]  # what the message below recommends
+    assert apportion([0.9996, 0.0009771]) == [1023, 1]  # as the message below recommends
     assert Stage({"z": 1, "y": 1, "x": 1}).counts == {"x": 342, "y": 341, "z": 341}
 
 
@@ -185,7 +185,7 @@ def test_some_rows_equal_those_of_the_whole_batch_and_no_other_row_is_read(weigh
     sources = numbered("".join(weights), batch_size=9)
     mixture = Mixture(sources, [Stage(weights)])
     whole = mixture.batch(step)
-    # A source's rows lie in one or two of its batches.
+    # A source's rows come from one or two of its batches.
     assert all(len(source.reads) <= 2 for source in sources.values())
     for source in sources.values():
         source.reads.clear()
@@ -248,7 +248,7 @@ AT_5 = Stage({"a": 1}, 5)
         (lambda: Stage({"a": 1, "b": 0}), "gives 'b' the weight 0: weights are positive; leave"),
         (lambda: Stage({"a": float("nan")}), "gives 'a' the weight nan"),
         (lambda: Stage({"a": float("inf"), "b": 1}), "gives 'a' the weight inf"),
-        # Of the quotas 1,023.59 and 0.41 the first gets the last place.
+        # The quotas are 1,023.59 and 0.41, so the first gets the last place.
         (lambda: Stage({"a": 0.9996, "b": 0.0004}), "'b' the weight 0.0004 .* at least 0.0009771"),
     ],
 )

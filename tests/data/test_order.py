@@ -49,13 +49,13 @@ def sources(data_set):
 
 
 def arrays_of(batch):
-    """Its arrays by name; not every batch has those of a teacher."""
+    """Returns its arrays by name. Only some batches have a teacher's arrays."""
     fields = [field.name for field in dataclasses.fields(Batch) if not field.metadata.get("static")]
     return {name: values for name in fields if (values := getattr(batch, name)) is not None}
 
 
 def check_process(data_set, processes, address, process):
-    """Reads all cases in one of the processes, and checks what its devices hold."""
+    """Reads all cases in one of the processes, and checks the arrays on its devices."""
     jax.distributed.initialize(address, processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
     expected = sources(data_set)

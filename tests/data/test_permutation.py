@@ -45,7 +45,7 @@ def test_a_large_permutation_looks_random(stats):
     second = permute(points, size, seed=0, epoch=1)
     other_seed = permute(points, size, seed=1, epoch=0)
 
-    # Where neighbouring points land, in a 16 × 16 table.
+    # A 16 × 16 table of the places of neighbouring points.
     table = np.histogram2d(first[:-1], first[1:], bins=16)[0]
     assert stats.chisquare(table.ravel()).pvalue > 1e-4
     displacement = np.bincount((first - points) % size * 64 // size, minlength=64)

@@ -79,7 +79,7 @@ def test_closing_early_ends_the_thread():
 
 
 def test_waiting_for_a_batch_is_measured():
-    # With a depth of 1 a batch is begun only when the one before is taken, and asked for at once.
+    # At depth 1 a batch is begun only when the one before is taken, and asked for at once.
     with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=20, depth=1) as batches:
         assert any(batches.wait_seconds > 0 for _ in batches)
 

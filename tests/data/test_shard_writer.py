@@ -82,7 +82,7 @@ def test_ids_up_to_the_vocabulary_are_stored(tmp_path, write_documents, vocab_si
 
 
 def abandoned(path, **settings):
-    """A shard of which one file was written."""
+    """A shard with only one of its files."""
     small = {"vocab_size": 300, "file_length": 4, "chunk_length": 2}
     writer = ShardWriter(path, "train", **(small | settings))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a teacher said reaches the rows that it said it of; other data and damage are refused."""
+"""A teacher's output reaches the rows that it was made from; other data and damage are refused."""
 
 from dataclasses import replace
 

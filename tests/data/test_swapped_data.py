@@ -1,4 +1,4 @@
-"""Files and chunks that are whole, but lie where others belong."""
+"""Files and chunks that are whole, but in the place of others."""
 
 import os
 import shutil

@@ -248,7 +248,7 @@ def test_a_state_of_other_settings_is_refused(jsonl, changed, message):
 
 @pytest.mark.parametrize("entry", ["records", "record", "token"])
 def test_a_state_without_an_entry_is_refused(jsonl, entry):
-    """To take the entry for 0 would give batches from another place."""
+    """The entry must not be read as 0, which would give batches from another place."""
     source = stream(jsonl)
     source.batch(0)
     state = json.loads(json.dumps(source.state(1)))

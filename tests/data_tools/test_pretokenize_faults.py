@@ -89,7 +89,7 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
 
 
 def workers_of(process):
-    """File descriptors of its children, of which Python's own is one."""
+    """Returns file descriptors of its children, including Python's own."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) >= 2
     return [os.pidfd_open(int(child)) for child in children]
@@ -246,7 +246,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(tmp_path, monkeypatch):
     "number", sentinels([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
 )
 def test_a_signal_ends_all_even_stuck_workers(tmp_path, number):
-    """The signal goes to all processes at once, like Ctrl-C and those of batch systems."""
+    """The signal goes to all processes at once, like Ctrl-C and signals of batch systems."""
     begun = tmp_path / "begun"
     os.mkfifo(begun)
     (tmp_path / "sticking.py").write_text(

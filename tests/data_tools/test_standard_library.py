@@ -36,7 +36,7 @@ def documents_of(folder, split):
 
 
 def expected_documents():
-    """To train on, and held out."""
+    """Returns the texts for training, and the held-out ones."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     splits = [], []

@@ -1,4 +1,4 @@
-"""Documents are evaluated alone: against float64 NumPy, packed or not, on every mesh."""
+"""Each document is evaluated by itself: against float64 NumPy, packed or not, on every mesh."""
 
 import functools
 import math

@@ -150,7 +150,7 @@ def test_every_number_equals_a_loop_over_single_pieces(mesh):
     cut = [CODEC.encode(TEXTS["prose"])[start : start + 65] for start in range(0, 2500, 64)]
 
     def nats_of(ids):
-        padded_BS = np.zeros((1, 64), np.int32)  # causal: what comes after does not matter
+        padded_BS = np.zeros((1, 64), np.int32)  # causal: later tokens do not matter
         padded_BS[0, : len(ids) - 1] = ids[:-1]
         logits_SV = np.asarray(logits(jnp.asarray(padded_BS))[0, : len(ids) - 1], np.float64)
         log_sums_S = np.log(np.exp(logits_SV).sum(axis=-1))

@@ -27,8 +27,8 @@ ROWS, LENGTH = 4, 40  # windows in these families are 9, so a ring wraps four ti
 LENGTHS = np.array([[40], [31], [9], [1]])
 LENGTHS_B = np.array([40, 31, 9, 1], np.int32)
 MESH, ROWS_ALONE = {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
-# Layers that lie apart on one device, or stacked on a mesh: both where a cache is of a kind of its
-# own (rings, one head, patterns, tables by length).
+# On one device layers are separate, on a mesh stacked. Models with special caches (rings, one head,
+# patterns, tables by length) are tested both ways.
 BOTH_WAYS = ("mistral", "llama_tied_one_head", "gemma3", "phi3_long_rope")
 APART = (
     *(*BOTH_WAYS, "llama", "qwen2_yarn", "qwen3", "phi3", "phi4_mini", "gpt2", "gemma2"),

@@ -1,4 +1,4 @@
-"""Continuations: the tokens of the whole forward pass, whatever else is in the batch."""
+"""Continuations have the tokens of the whole forward pass, in any batch."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
 
 @pytest.mark.landing
 def test_each_token_is_drawn_with_noise_of_its_own():
-    """So hot that the noise alone decides."""
+    """At this temperature only the noise decides."""
     ((made,),) = generator()([[5]], 20, Sampling(temperature=1e6))
     assert len(set(made.tokens)) > 5
 

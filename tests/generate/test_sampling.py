@@ -94,7 +94,7 @@ ZEROS = [
     ids=str,
 )  # fmt: skip
 def test_zeros_of_both_signs_are_equally_likely(sampling):
-    """Of equal logits all stay or none, and the first is the likeliest: NumPy compares values."""
+    """Equal logits all stay or none does, and the first is the likeliest: NumPy compares values."""
     z_BV, seen_BV = np.array(ZEROS, np.float32), np.arange(5)[None] % 2 == np.zeros((4, 1))
     token_B, _ = choose(
         jnp.asarray(z_BV), None, jnp.asarray(seen_BV), numbers_of(sampling), rules_of(sampling)
@@ -172,7 +172,7 @@ for wrong in ({"temperature": "0.7"}, {"temperature": None}, {"top_k": 2.5}, {"t
 
 
 def test_values_of_wrong_types_are_refused():
-    """In another process, because the tests check annotations."""
+    """Runs in another process, because the tests check annotations."""
     assert run_forked("-c", WRONG_TYPES).stdout.splitlines() == [
         "temperature must be 0, or from 1e-06 to 1e+06, got '0.7'",
         "temperature must be 0, or from 1e-06 to 1e+06, got None",

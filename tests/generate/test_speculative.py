@@ -11,7 +11,8 @@ import scipy.stats
 from user_model import Learned
 
 from lmlib import Compute, make_mesh, single_document_context
-from lmlib.generate import GREEDY, Generator, Sampling
+from lmlib.adapters.lora import lora
+from lmlib.generate import GREEDY, Generator, Sampling, speculative
 from lmlib.generate.speculative import SpeculativeGenerator
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
@@ -49,6 +50,7 @@ MODELS = {
     "no cache": functools.partial(Learned, V, 16, 1, 2, LENGTH),
 }
 MODELS["heads"] = functools.partial(multi_token, of=MODELS["recurrent"])
+MODELS["adapters"] = functools.partial(lora, MODELS["heads"], rank=2)
 
 
 REFUSED = [  # model, draft, settings, message
@@ -65,12 +67,13 @@ SCALING = LongRope((1.0, 1.5), (4.0, 9.0), original=16, amplitude=1.2)
 def pair(kind):
     """A model, and a draft that guesses about half of its tokens."""
     model, other = (MODELS[kind](key=jax.random.key(seed)) for seed in (0, 1))
+    model = jax.tree.map(lambda x: x + 0.1 * (x == 0), model)  # adapters begin at zero
     return model, jax.tree.map(lambda x, y: x + 0.2 * y, model, other)
 
 
 def drafted(kind, guesses=3, **settings):
     model, draft = pair(kind)
-    draft = None if kind == "heads" else draft
+    draft = None if kind in ("heads", "adapters") else draft
     settings = {"compute": FLOAT32, "rows": 8, "length": LENGTH, "chunk": 16} | settings
     return SpeculativeGenerator(model, draft, guesses, **settings)
 
@@ -187,6 +190,55 @@ def test_the_tokens_are_the_same_on_every_mesh(kind, mesh):
 def test_matrices_in_8_bits_give_the_same_as_without_a_draft():
     found = drafted("full", int8=True)(PROMPTS, 12, DRAWN)
     assert_same(found, ordinary("full", int8=True)(PROMPTS, 12, DRAWN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "heads"])
+def test_rows_in_bfloat16_part_only_where_two_tokens_are_about_as_likely(kind):
+    settings = dict(compute=Compute(dtype="bfloat16"))
+    found = drafted(kind, **settings)(PROMPTS, 30, GREEDY)
+    expected = ordinary(kind, **settings)(PROMPTS, 30, GREEDY)
+    for (row,), (other,) in zip(found, expected, strict=True):
+        same = [mine == its for mine, its in zip(row.tokens, other.tokens, strict=True)]
+        until = [*same, False].index(False) + 1  # the first other token counts too
+        np.testing.assert_allclose(row.logprobs[:until], other.logprobs[:until], atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "K"), [("windows", 7), ("recurrent", 3)])
+def test_rows_end_at_each_of_the_guesses(kind, K):
+    """The draft is the model, so all guesses are right."""
+    model, prompt, settings = pair(kind)[0], PROMPTS[0], dict(seed=2)
+    sizes = dict(compute=FLOAT32, rows=1, length=LENGTH, chunk=16)
+    generator = SpeculativeGenerator(model, model, K, **sizes)
+    ((whole,),) = ordinary(kind)([prompt], 12, DRAWN, **settings)
+    for n in range(1, 12):
+        ((row,),) = generator([prompt], n, DRAWN, **settings)
+        calls, rest = divmod(n - 1, K + 1)
+        assert (row.tokens, row.stopped) == (whole.tokens[:n], False)
+        assert row.drafted == row.accepted == calls * K + rest
+        stop = whole.tokens[n - 1]
+        ((row,),) = generator([prompt], 12, DRAWN, stop_ids=[stop], **settings)
+        assert (row.tokens, row.stopped) == (whole.tokens[: whole.tokens.index(stop) + 1], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rows"), [("full", 1), ("windows", 4), ("heads", 4)])
+def test_a_call_copies_no_cache(kind, rows, monkeypatch):
+    programs, step = [], speculative._next_tokens
+
+    def spied(weights, draft, state, *rest):
+        program = step.lower(weights, draft, state, *rest).compile()
+        arrays = [x.nbytes for x in jax.tree.leaves(state)]
+        programs.append((program.memory_analysis(), arrays))
+        return program(weights, draft, state, *rest[:-1])
+
+    monkeypatch.setattr(speculative, "_next_tokens", spied)
+    stream = drafted(kind, 1, rows=rows, length=4_096).stream(PROMPTS[:rows], 3, GREEDY)
+    next(stream), next(stream)
+    ((memory, arrays),) = programs
+    assert memory.temp_size_in_bytes < max(arrays)
+    assert memory.alias_size_in_bytes >= sum(arrays)
 
 
 @pytest.mark.landing

@@ -1,4 +1,4 @@
-"""How much memory is free, as Linux's files and devices say, and arrays that take more."""
+"""Free memory as reported by Linux's files and by devices, and arrays that take more."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def files(folder, contents):
             },
             170 * KB,
         ),
-        # Version 1, in a container, whose own group lies at the root.
+        # Version 1, in a container, whose own group is the root.
         (
             {
                 "proc/self/cgroup": "3:cpu:/x\n2:hugetlb,memory:/elsewhere/x\n0::/\n",

@@ -7,7 +7,7 @@ import pytest
 from lmlib.hardware.specifications import ACCELERATORS, peak_flops
 
 
-# From Google's documentation, and half of what NVIDIA's data sheets give with sparsity.
+# Sources: Google's documentation, and half of NVIDIA's numbers with sparsity.
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [

@@ -82,7 +82,7 @@ def test_changes_stay_with_the_rule_and_grow_without(sizes):
     ruled, own = exponents(True, sizes), exponents(False, sizes)
     for name in ("embedding", "middle layer", "last layer"):
         assert abs(ruled[name]) < 0.2, ruled
-    # What the first unembedding makes of changes falls as the root of width does, by the rule.
+    # By the rule, the first unembedding's response to changes falls as the root of width.
     assert -0.45 < ruled["logits"] < 0.2, ruled
     assert own["last layer"] > 0.4 and own["middle layer"] > 0.4, own
 

@@ -15,8 +15,10 @@ from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.losses.next_token import batch_loss
+from lmlib.losses.multi_token import MultiToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
+from lmlib.models.multi_token import multi_token
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
@@ -25,9 +27,11 @@ from lmlib.terminal.quantities import bytes_text
 pytestmark = pytest.mark.several_devices
 
 
-def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1):
+def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1, depths=0):
+    of = functools.partial(llama, vocab=160, embed=64, layers=3, heads=8, kv_heads=4, mlp=96)
     return Experiment(
-        model=functools.partial(llama, vocab=160, embed=64, layers=3, heads=8, kv_heads=4, mlp=96),
+        model=functools.partial(multi_token, of, depths),
+        objective=MultiToken(weights=(0.3,) * depths) if depths else NextToken(),
         compute=Compute(saved=saved, sequence_parallel=sequence_parallel, unroll=unroll),
         data=Synthetic(vocab_size=160, batch_size=16, sequence_length=32),
         optimizer=functools.partial(adamw, peak_lr=1e-3),
@@ -43,9 +47,10 @@ def kept_by_jax(experiment):
     mesh, data = experiment.mesh, experiment.data
     model = abstract_model(lambda: experiment.recipe.abstract_model, mesh)
     batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
+    sums = experiment.objective.sums
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(
-            lambda m, b: jax.vjp(lambda m: batch_loss(m, b, experiment.compute)[0].loss_sum, m)[1],
+            lambda m, b: jax.vjp(lambda m: sums(m, None, b, experiment.compute).loss_sum, m)[1],
             model,
             batch,
         )
@@ -72,6 +77,7 @@ SETTINGS = [
     {"mesh": {"fsdp": 4, "tensor": 2}},
     {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sequence_parallel": True},
     {"mesh": {"fsdp": 4, "tensor": 2}, "microbatches": 2},
+    {"mesh": {"fsdp": 4, "tensor": 2}, "depths": 2},
 ]
 
 
@@ -81,6 +87,7 @@ SETTINGS = [
     sentinels(
         itertools.product(SAVED, SETTINGS),
         lambda case: case in ((SAVED[2], SETTINGS[2]), (SAVED[1], SETTINGS[3])),
+        landing=lambda case: case == (SAVED[1], SETTINGS[4]),
     ),
 )
 def test_the_list_equals_the_residuals_of_jax(saved, settings):

@@ -1,4 +1,4 @@
-"""Experts along an axis of the mesh that lmlib does not know, and along one where batches lie too.
+"""Experts along an axis of the mesh that lmlib does not know, and along one that splits batches.
 All experts are computed, each on its own devices, and mixed. Nothing of lmlib is edited."""
 
 import functools
@@ -32,7 +32,7 @@ def experts(along, tokens):
             fill(self, key, embed=embed, mlp=mlp, experts=4, choice=4)
 
         def __call__(self, x_BSE, context):
-            # The choices are given out as the experts lie.
+            # The shares get the layout of the experts.
             share_BSX = jax.nn.softmax(matmul("bse,ex->bsx", x_BSE, self.router))
             whole = jax.sharding.get_abstract_mesh().empty
             if not whole:
@@ -61,7 +61,7 @@ def run_of(feed_forward, **mesh):
     ("feed_forward", "mesh"),
     [
         (UNKNOWN, {"fsdp": 2, "tensor": 2, "others": {"own": 2}}),
-        # By default the test below asks where these lie.
+        # The test below asks for the layout of these by default.
         (OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}),
     ],
     ids=["an axis of its own", "over fsdp"],

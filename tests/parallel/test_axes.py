@@ -82,7 +82,7 @@ def test_fsdp_is_the_difference_between_the_tables():
 
 
 class Pair(eqx.Module):
-    """Of experts, beside a matrix "embed mlp" of each."""
+    """An adapter of experts: two factors for each expert's "embed mlp" matrix."""
 
     down: Float[Array, "experts embed up_rank"] = weight(fan_in("embed"))
     up: Float[Array, "experts up_rank mlp"] = weight(fan_in("up_rank"))

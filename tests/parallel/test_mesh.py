@@ -11,7 +11,7 @@ pytestmark = pytest.mark.several_devices
 
 
 def used(mesh):
-    """The axes that several devices lie along."""
+    """Returns the axes with several devices."""
     return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 

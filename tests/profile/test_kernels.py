@@ -89,7 +89,8 @@ def work(flops=0.0, bytes_moved=1, dtype="", sends=False) -> Work:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate"), [("bf16", 989e12), ("f32", 989e12 / 2), ("f8e4m3fn", 1_979e12)]
+    ("dtype", "rate"),
+    [("bf16", 989e12), ("f32", 989e12 / 2), ("f8e4m3fn", 1_979e12), ("f8e5m2", 1_979e12)],
 )
 def test_a_large_product_takes_its_flops_at_the_rate_of_its_dtype(dtype, rate):
     assert work(flops=1e15, dtype=dtype).seconds_at_best(H100) == pytest.approx(1e15 / rate)

@@ -69,7 +69,7 @@ def test_damage_is_named(tmp_path, damage):
 
 @pytest.mark.slow
 def test_a_run_leaves_what_its_loss_is_made_of(tmp_path):
-    """Two runs on the same batches have one digest, whatever they trained on."""
+    """Two runs on the same batches have one digest, for any training data."""
     found = {}
     for seed in (0, 1):
         cfg = small("steps=1", f"seed={seed}", f"data.seed={seed}", "evaluation.batches=3")

@@ -20,7 +20,7 @@ from lmlib.storage.unlinked import open_regular, read_regular
 
 STATE = {"weight": jnp.arange(6.0).reshape(3, 2)}
 TARGET = {"weight": jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=STATE["weight"].sharding)}
-# Any bytes but / and NUL, often those that mean something to a shell, a pattern or a URL.
+# Any bytes but / and NUL, often special ones in a shell, a pattern or a URL.
 TELLING = st.lists(st.sampled_from([b"*", b"?", b"[", b"]", b"\\", b"%", b"\xff", b"a", b" "]))
 NAMES = (
     (st.binary(min_size=1, max_size=100) | TELLING.map(b"".join))

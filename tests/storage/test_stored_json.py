@@ -1,4 +1,4 @@
-"""What is stored as JSON is read by one reader: the same values, or a sentence."""
+"""One reader reads all stored JSON: the same values, or a sentence."""
 
 import json
 from pathlib import Path

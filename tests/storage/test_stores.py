@@ -1,4 +1,4 @@
-"""Folders on a disk and in a bucket follow the `Store` interface, whatever the network does."""
+"""Folders on a disk and in a bucket follow the `Store` interface, with any network fault."""
 
 import itertools
 from collections.abc import Iterator

@@ -51,7 +51,7 @@ def link(name):
 
 
 def twice(name, entry):
-    """Puts `entry` before what the file says."""
+    """Puts `entry` before the file's content."""
 
     def change(folder):
         content = (folder / name).read_text()
@@ -62,7 +62,7 @@ def twice(name, entry):
 
 STEP_METADATA = "_CHECKPOINT_METADATA"  # of earlier versions; it has no digest
 
-# Nothing of lmlib reads the files that Orbax writes besides the arrays.
+# Nothing of lmlib reads the other files that Orbax writes.
 ATTACKS = {
     "a deep tree": text("state/_METADATA", DEEP),
     "a long tree": sparse("state/_METADATA", 200 << 20),

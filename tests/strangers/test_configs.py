@@ -1,4 +1,4 @@
-"""The config.json of a stranger: what it names is not imported, let alone called."""
+"""A stranger's config.json: names in it are not imported, let alone called."""
 
 import json
 import os

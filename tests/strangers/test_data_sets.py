@@ -165,7 +165,7 @@ def attacked(tmp_path_factory):
 
 
 def of_all(folder, call):
-    """How `call` ends for each data set; the sound one must be opened."""
+    """Returns the end of `call` for each data set; the sound one must be opened."""
     cases = {name: str(folder / name) for name in ("sound", "seqax sound", *ALL)}
     before = {path: files_of(path) for path in folder.glob("* outside") if path.is_dir()}
     found = outcomes(FLAT_TOKENS, call, cases, folder)

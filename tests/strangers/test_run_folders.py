@@ -1,4 +1,4 @@
-"""Folders of runs and sweeps from a stranger: what reads them takes them, or names the file."""
+"""Folders of runs and sweeps from a stranger are read, or refused with the file's name."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def reading(place):
 
 
 def told(place):
-    """The messages of those that refuse; any other error is raised."""
+    """Returns the messages of readers that refuse; raises any other error."""
     messages = []
     for read in reading(place):
         try:

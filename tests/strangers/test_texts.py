@@ -183,7 +183,7 @@ def readme(files):
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
-    """What becomes of folders that are streamed as Hugging Face data sets."""
+    """Returns the result of streaming folders as Hugging Face data sets."""
     folder = tmp_path_factory.mktemp("folders")
     script = leave_canary(folder) + "\nraise SystemExit"
     pickled = pickle.dumps(Touch(folder))

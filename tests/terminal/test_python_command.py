@@ -1,4 +1,4 @@
-"""Printed commands can be pasted, whatever their arguments and whichever python a shell finds."""
+"""Printed commands can be pasted, with any arguments and any python in the shell's path."""
 
 import shlex
 import sys

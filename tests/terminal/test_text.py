@@ -1,4 +1,4 @@
-"""What terminals take for commands is shown on them, and goes into files and pipes as it is."""
+"""Control sequences are shown on terminals, and go into files and pipes unchanged."""
 
 import io
 

@@ -102,7 +102,7 @@ def comparable(value):
     ],
 )
 def test_after_a_kill_a_tracker_has_what_the_files_have(tmp_path, stores, tracker, moment):
-    """Two processes, the first of which a signal kills at that moment."""
+    """Two processes; a signal kills the first at that moment."""
     pytest.importorskip(PACKAGES[tracker])
     workdir, place = tmp_path / "run", f"{tracker} {moment}".replace(" ", "-")
     where = json.dumps({"experiment" if tracker == "MLflow" else "project": place})

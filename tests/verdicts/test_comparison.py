@@ -1,4 +1,4 @@
-"""Folders of runs, compared: which belong together, which may be compared, what is said of them."""
+"""Comparisons of folders of runs: which belong together, which may be compared, and the text."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     best, worst = judged(found, 0.003), judged(found, 0.01)
     assert best.verdict == "better" and best.difference.paired and best.difference.seeds == 3
     assert best.difference.mean == pytest.approx(-0.301 / 3)
-    # Pairing by batch takes out what is hard for both: a single run's own batches would say 0.07.
+    # Pairing removes batches' common difficulty: a single run's own batches would give 0.07.
     assert best.text.of_one_seed == pytest.approx(0.0, abs=1e-6)
     assert worst.verdict == "inconclusive" and worst.seeds_needed > 3
     content = json.loads(json.dumps(found.as_json(), allow_nan=False))

@@ -1,4 +1,4 @@
-"""Laws of known numbers are found again, within their intervals; what is not identified is told."""
+"""Laws with known numbers are found again, within their intervals; unidentified ones are named."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ CRITICAL = stats.f.ppf(0.9, 1, len(PLACES) - 5)
 
 
 def errors(numbers, losses):
-    """Of the logarithms of `losses`, for E, A, B, α and β."""
+    """Returns the errors in the logarithms of `losses`, for E, A, B, α and β."""
     floor, a, b, alpha, beta = numbers
     n, d = PLACES.T
     return np.log(floor + a * n**-alpha + b * d**-beta) - np.log(losses)
@@ -95,7 +95,7 @@ def with_best(size, rest):
 
 
 def test_at_the_ends_of_an_interval_the_squares_have_risen_as_f_says():
-    """Where errors are large, and intervals far from symmetric."""
+    """Errors are large here, and intervals far from symmetric."""
     losses = noisy(TRUTH, PLACES, 6e-3, 2)
     law = fit_scaling_law(*PLACES.T, losses)
 

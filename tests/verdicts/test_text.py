@@ -1,4 +1,4 @@
-"""What batches tell of a difference: against sums written out, and against known chances."""
+"""Verdicts from batches of a difference, against sums written out, and against known chances."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_shared_errors_stay_and_others_average_out():
 @pytest.mark.parametrize("seeds", [3, 10])
 @pytest.mark.parametrize("share", [0.13, 0.6])
 def test_the_share_of_the_text_in_what_differs_between_seeds_is_in_its_interval(seeds, share):
-    """The differences of seeds vary by 1, of which `share` is the text's."""
+    """Differences of seeds have a variance of 1; `share` of it comes from the text."""
     generator, batches, count = np.random.default_rng(0), 60, 800
     inside = 0
     for _ in range(count):

@@ -20,7 +20,7 @@ from lmlib.verdicts.seeds import (
 
 RATE = 0.05
 COMPARISONS = 4_000
-# Of a share of 5 % in so many comparisons; four of them are exceeded once in 30,000 times.
+# The error of a share of 5 % in these comparisons; it is exceeded fourfold once in 30,000 times.
 STANDARD_ERROR = math.sqrt(RATE * (1 - RATE) / COMPARISONS)
 
 
@@ -105,7 +105,7 @@ def test_without_an_effect_better_is_said_at_most_as_often_as_allowed(design):
     found = differences(design, COMPARISONS)
     for verdict in ("better", "worse"):
         assert share(found, verdict) <= RATE + 4 * STANDARD_ERROR
-        # What is within the margin is no effect, and is found more rarely still.
+        # Differences within the margin do not count as effects, and are found still more rarely.
         assert share(found[:1_000], verdict, margin=0.5) <= RATE
     if design.errors == "normal" and design.paired:  # where the test is exact
         assert share(found, "better") >= RATE - 4 * STANDARD_ERROR

@@ -184,7 +184,7 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
 def put_chat_template(folder: Path, template: ChatTemplate) -> None:
     """Sets the template of a tokenizer's folder, for `read_chat_template` and transformers.
 
-    Its special tokens are added to those that the folder names.
+    Its special tokens are added to the folder's.
 
     Raises ValueError or OSError if a file is damaged, or cannot be written.
     """

@@ -104,5 +104,5 @@ def _end(process: Any) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was not sent cannot be flushed
+        with contextlib.suppress(OSError):  # unsent bytes cannot be flushed
             pipe.close()

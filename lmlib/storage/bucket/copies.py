@@ -44,7 +44,7 @@ _LOCKS = "locks"  # folder next to the copies
 
 
 def url_of(path: Path) -> BucketUrl | None:
-    """Returns the URL of which `path` is a copy; `None` for any other folder."""
+    """Returns the URL that `path` is a copy of; `None` for any other folder."""
     return BucketUrl.parsed(shown(path)) if in_bucket(path) else None
 
 

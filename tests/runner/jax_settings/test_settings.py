@@ -23,6 +23,7 @@ from runner.jax_settings.xla_flags import (
     GRAPHS,
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
+    SUMS_ON_CPU,
     WITHOUT_GRAPHS,
     add_flags,
     flags_of_the_run,
@@ -72,7 +73,7 @@ def test_several_cpu_devices_run_in_order(environment, several_processes, added)
 @pytest.mark.parametrize(
     ("flags", "are_known"),
     [
-        ((DETERMINISTIC, IN_ORDER_ON_CPU, *OVERLAP_ON_GPU), True),
+        ((DETERMINISTIC, IN_ORDER_ON_CPU, SUMS_ON_CPU, *OVERLAP_ON_GPU), True),
         (("--xla_gpu_no_such_flag=true",), False),
     ],
 )

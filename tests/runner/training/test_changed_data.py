@@ -65,7 +65,7 @@ def test_rows_that_another_batch_size_repeats_or_leaves_out_are_named(folder, ba
     assert told in found and f"later_stage(begin=3, batch_size={batch_size})" in found
     rows = np.concatenate([was.sequence_numbers(step) for step in range(8)])
     np.testing.assert_array_equal(rows[3 * batch_size :][:2], now.sequence_numbers(3)[:2])
-    # What it names instead changes nothing before, and goes on with row 12.
+    # The new stages change nothing before, and go on with row 12.
     staged = Stages([(0, was), (3, now)])
     assert changed(staged, probe(was, 3)) is None
     np.testing.assert_array_equal(
@@ -120,7 +120,7 @@ def as_gathered(read):
 
 @pytest.fixture
 def difference(tmp_path, monkeypatch):
-    """What processes say of a config, each in a working folder that one of `write` wrote."""
+    """Returns the output of processes for a config, each in a folder written by one of `write`."""
 
     def difference(cfg, *write):
         seen = []

@@ -19,7 +19,7 @@ from runner.monitoring.progress_line import ProgressLine
 
 
 class Clock:
-    """Time that passes only when it is told to."""
+    """A clock that only the test advances."""
 
     seconds = 0.0
 
@@ -176,7 +176,7 @@ STRANGE = (None, "9", -1, math.nan, {"a": {}}, True)
 
 @pytest.mark.parametrize("name", ["began", "until", "last_step", "seconds", "steps"])
 def test_a_start_that_makes_no_sense_is_not_counted(tmp_path, name):
-    """The others are, and it is told."""
+    """All others are shown, and a message names it."""
     sound = dataclasses.asdict(FIRST)
     starts = [sound]
     for value in STRANGE:

@@ -131,7 +131,7 @@ def test_every_source_with_a_tokenizer_reads_and_writes_text(kind, tmp_path):
 
 
 class Text(Synthetic):
-    """Ids that stand for so many bytes each."""
+    """Ids with a known number of bytes each."""
 
     def __init__(self, in_bytes: float | None, **settings: int):
         super().__init__(vocab_size=512, batch_size=2, sequence_length=16, **settings)
@@ -154,7 +154,7 @@ def experiment() -> Experiment:
 
 @pytest.fixture(scope="module")
 def evaluated(experiment):
-    """The state, and each set evaluated alone."""
+    """Returns the state, and the losses of each set evaluated separately."""
     state = experiment.initial_state()
     evaluate = Evaluator(experiment.mesh, experiment.compute)
     sets = experiment.validation_sets.items()

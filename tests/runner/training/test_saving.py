@@ -120,7 +120,7 @@ def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, m
 
 
 def breaks_down(steps: int, of_the_state: bool) -> Optimizer:
-    """Adam; from step 6 on its update is infinite, or its own state alone."""
+    """Adam; from step 6 on its update is infinite, or only its own state."""
     adam = adamw(steps, 1e-3)
 
     def init(model):

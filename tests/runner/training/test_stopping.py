@@ -16,7 +16,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
 from runner.command_line.exit_status import SIGNALLED, STOPPED
 
-REQUEUE = 75  # what schedulers are told to start again on
+REQUEUE = 75  # schedulers start runs again after this exit code
 NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")
 LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
 # A source that gives four batches and then nothing more.
@@ -165,7 +165,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     attempt = undisturbed.start()
     assert attempt.exit_codes() == [0], attempt.output()
     undisturbed.keep_programs()
-    # What a resumed run could get wrong is there to be got wrong.
+    # The run has all parts that a resumed run could get wrong.
     assert read_metrics(undisturbed.workdir)[-1]["skipped_updates"] > 0
 
     job = Job(tmp_path, "killed", (STEPS,))

@@ -1,4 +1,4 @@
-"""Whole runs: what they write and show, how they resume, and how they refuse."""
+"""Whole runs: their files and output, how they resume, and how they refuse."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
     starts, _ = read_starts(workdir)
     assert len(starts) == 2 and "in 2 starts" in finished.output()
     assert (starts[1].seconds["repeated steps"] > 0) == (made > resumed_from)
-    # Compared with what a process of the same kind draws: same mesh, same bits.
+    # Compared with a process of the same kind: same mesh, same bits.
     assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
     state = fit(tiny(*MESH, "checkpoints.every=4"), workdir).state
     assert_same_bits(state, expected.state)

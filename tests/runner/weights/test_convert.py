@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import fiddle as fdl
+import jax
 import pytest
+from adapter_runs import write_adapter_run
 from buckets.fixtures import SCHEMES, folder_in_bucket
 from buckets.proxy import Fault
 from byte_texts import write_ids
@@ -26,6 +28,7 @@ from data_tools.prepare_chats.prepare import prepare_chats
 from data_tools.prepare_chats.template import load_template
 from data_tools.rows.files import Files
 from data_tools.tokenizer import load_tokenizer
+from experiments.base.pretraining import multi_token
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.chats.chat import read_chat_template
@@ -38,6 +41,7 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import copies_folder
+from lmlib.terminal.quantities import count_text
 from runner import convert
 from runner.command_line.new_folder import made_whole
 from runner.config import configs
@@ -163,6 +167,24 @@ def test_an_export_has_the_chat_template_of_its_data(tmp_path, name):
     lines = []
     assert load(str(run), mesh=make_mesh(), show=lines.append).chat_template is None
     assert "the chat template cannot be used" in lines[-1] and "is wrong in line 1" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", pytest.param("deepseek_v3_direct_queries", marks=pytest.mark.landing)]
+)
+def test_an_export_of_heads_says_how_many_parameters_it_has(tmp_path, name, capsys):
+    keeps = name.startswith("deepseek")
+    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={str(GOLDEN / name)!r}"])
+    if keeps:
+        cfg.model.multi_token_depths = 1
+    else:
+        multi_token(cfg)
+    write_adapter_run(cfg, GOLDEN / name, tmp_path / "run")
+    told = convert.bring_out(str(tmp_path / "run"), tmp_path / "out")
+    assert (f"a folder of {name} has no heads" in capsys.readouterr().err) != keeps
+    model = hf.load(tmp_path / "out")
+    assert hasattr(model, "predictors") == keeps
+    assert f"{count_text(sum(x.size for x in jax.tree.leaves(model)))} parameters" in told
 
 
 @pytest.mark.slow

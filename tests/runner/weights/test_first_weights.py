@@ -15,6 +15,7 @@ from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 from small_folder import assert_same_weights
 
+from experiments.base.pretraining import multi_token
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint import Checkpoints
@@ -22,10 +23,12 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from lmlib.hf.families import described
+from lmlib.models.decoder import Decoder
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.matrices.lora import without_adapters
+from lmlib.models.multi_token import without_heads
 from lmlib.optim.schedules import warmup_constant
-from lmlib.optim.trainable import adapters
+from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import Recipe
@@ -116,6 +119,38 @@ def test_another_tokenizer_is_refused(tmp_path):
     cfg.data = fdl.Config(FlatTokens, str(tmp_path / "data"), "train", 2, 8)
     with pytest.raises(ConfigError, match=r"other'.*its ids mean other texts.*--allow_change=data"):
         taken(str(folder), fdl.build(cfg))
+
+
+def with_heads(weights=(0.3,)):
+    cfg = config(LLAMA)
+    multi_token(cfg, weights)
+    return cfg
+
+
+def test_heads_that_a_folder_or_a_run_lacks_are_new(tmp_path):
+    convert.bring_in(str(LLAMA), tmp_path / "run")
+    experiment = fdl.build(with_heads())
+    new = experiment.recipe.make().predictors
+    for reference in (LLAMA, tmp_path / "run"):
+        found, _ = taken(str(reference), experiment)
+        assert_same_weights(without_heads(found), hf.load(LLAMA))
+        assert_same_weights(found.predictors, new)
+        layout = [x.sharding for x in jax.tree.leaves(experiment.abstract_state().model)]
+        assert [x.sharding for x in jax.tree.leaves(found)] == layout
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_heads_of_a_run_are_kept_or_left_out(tmp_path, alone):
+    cfg = with_heads()
+    cfg.trainable = {"heads": fdl.Config(Group, paths=("predictors.*",))} if alone else None
+    saved = write_adapter_run(cfg, LLAMA, tmp_path / "run")
+    found, _ = taken(str(tmp_path / "run"), fdl.build(with_heads()), ("data",))
+    assert_same_weights(found, saved)
+    found, _ = taken(str(tmp_path / "run"), fdl.build(config(LLAMA)), ("data",))
+    assert type(found) is Decoder
+    assert_same_weights(found, without_heads(saved))
+    with pytest.raises(ConfigError, match="predictors: 1 parts, here 2 parts"):
+        taken(str(tmp_path / "run"), fdl.build(with_heads((0.1, 0.1))), ("data",))
 
 
 def losses(result):
