@@ -39,8 +39,9 @@ def write(model, name, folder, trained=()):
 def assert_computes(model, name, expected):
     """`model` computes the logits of `expected`, and its merged weights do too."""
     logits = theirs(expected, ids_of(name))
-    # Transformers' float32 logits differ from its float64 logits by 2.8e-5, and lmlib's by 8.7e-6.
-    bound = 4e-5 if name == "qwen3_next_some_dense" else 1e-5
+    # Delta rules enlarge float32's rounding, and each processor rounds in its own order: for
+    # qwen3_next_some_dense transformers is off by 2.8e-5 from its float64 logits, lmlib by 8.7e-6.
+    bound = 4e-5 if name.startswith(("qwen3_next", "olmo_hybrid", "kimi")) else 1e-5
     assert_same_logits(model, ids_of(name), logits, bound=bound)
     assert_same_logits(merge(model), ids_of(name), logits, bound=bound)
 
