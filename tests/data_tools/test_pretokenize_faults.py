@@ -88,6 +88,31 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
+def test_a_file_that_a_kill_left_without_its_name_does_not_damage_the_next(tmp_path):
+    """TensorStore writes to zarr.json.__lock, then renames it."""
+    write_lines(tmp_path / "lines.jsonl", 1_000_000)
+    target = (Files([str(tmp_path / "lines.jsonl")]), ByteTokenizer())
+    settings = {"on_bad_row": "skip", "file_length": FILE_LENGTH}
+
+    def stop(counts, fraction):
+        if fraction > 0.5:
+            raise KeyboardInterrupt
+
+    def stopped():
+        with pytest.raises(KeyboardInterrupt):
+            pretokenize(*target, tmp_path / "out", "train", **settings, progress=stop)
+
+    stopped()
+    (file,) = (tmp_path / "out").glob("train/*/tokens/zarr.json")
+    description = json.loads(file.read_text())
+    longer = description | {"shape": [1000 * description["shape"][0]]}
+    file.with_name("zarr.json.__lock").write_text(json.dumps(longer))
+    stopped()
+    pretokenize(*target, tmp_path / "out", "train", **settings)
+    pretokenize(*target, tmp_path / "whole", "train", **settings)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
 def workers_of(process):
     """Returns file descriptors of its children, including Python's own."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

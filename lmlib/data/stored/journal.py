@@ -224,6 +224,7 @@ class FolderWriter:
                             "settings, or another folder, or delete it"
                         )
                 self._journal = found
+            _remove_unrenamed(folder)
             self._arrays = [
                 GrowingArray(folder / name, dtype, file_length, chunk_length, self._journal.written)
                 for name, dtype in arrays.items()
@@ -314,9 +315,16 @@ def lock(folder: Path) -> BinaryIO:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes the files that only an unfinished folder needs."""
-    for file in (
-        *(folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
-        *folder.glob(f".*{UNFINISHED}"),  # left by a killed process, like the next
-        *folder.rglob("*.__lock"),  # TensorStore's
-    ):
+    for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE):
+        (folder / name).unlink(missing_ok=True)
+    _remove_unrenamed(folder)
+
+
+def _remove_unrenamed(folder: Path) -> None:
+    """Removes files that a killed process had not yet renamed, the last step of a write.
+
+    TensorStore would write into such a file again without truncating it, so that a longer one
+    keeps its end.
+    """
+    for file in (*folder.glob(f".*{UNFINISHED}"), *folder.rglob("*.__lock")):
         file.unlink(missing_ok=True)
