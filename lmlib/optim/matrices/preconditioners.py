@@ -1,4 +1,4 @@
-"""Products of gradients with themselves, G Gᵀ and Gᵀ G, and their eigenbases.
+"""Rules with products of gradients, G Gᵀ and Gᵀ G, and the eigenbases of these products.
 
 Each matrix has one of both for its rows and one for its columns, unless the side is too long.
 Shapes: N matrices, R rows, C columns, D either of both.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lmlib.optim.matrices.beside_adamw import Kinds
+from lmlib.optim.matrices.beside_adamw import Kinds, Rule
 from lmlib.optim.matrices.whole_matrices import Matrices, on_whole_matrices
 
 # Precision of float32 products on accelerators: TF32 on GPUs, three passes of bfloat16 on TPUs.
@@ -51,31 +51,39 @@ def squares(
     return [zeros(form, x) for form, x in zip(forms, matrices, strict=True)]
 
 
-def preconditioners(
-    names: Names, forms: Sequence[Matrices], matrices: Sequence[Array], largest: int
-) -> Kinds:
-    """The arrays of `names` before the first update; sides longer than `largest` have none."""
-    of_sides = [squares(forms, matrices, side, largest) for side in (0, 1, 0, 1)]
-    return dict(zip(names, [[*map(jnp.zeros_like, matrices)], *of_sides], strict=True))
+def preconditioned(
+    names: Names, largest_side: int, mean: Callable[[Array, Array, Array], Array],
+    descended: Callable[..., tuple[Array, ...]], orthogonal: bool,
+) -> Rule:  # fmt: skip
+    """A rule whose state is a mean of gradients, "first", and the arrays of `names`.
 
-
-def on_preconditioned(
-    function: Callable[..., tuple[Array, ...]], names: Names, updates: Array,
-    forms: Sequence[Matrices], first: Sequence[Array], state: Kinds, gradients: Sequence[Array],
-) -> tuple[list[Array], Kinds]:  # fmt: skip
-    """Makes directions and a new state on whole matrices.
-
-    `function` gets the number of `updates`, `first`, the arrays of `names` and gradients, and
-    returns directions and new arrays of `names`.
+    `mean` gets the number of earlier updates, the old mean of a weight and its gradient, and
+    returns the new mean. `descended` works on whole matrices: it gets the number of earlier
+    updates, the new mean, the arrays of `names` and the gradient, and returns the direction and the
+    new arrays of `names`. Sides longer than `largest_side` have no squares.
     """
-    rows = [form.beside(form.rows) for form in forms]
-    columns = [form.beside(form.columns) for form in forms]
-    of_kinds = forms, rows, columns, rows, columns
-    kinds = [*zip(of_kinds, (state[name] for name in names), strict=True)]
-    made, *new = on_whole_matrices(
-        function, (forms, first), *kinds, (forms, gradients), returned=6, numbers=(updates,)
-    )
-    return made, dict(zip(names, new, strict=True))
+
+    def init(paths: list[str], forms: list[Matrices], matrices: list[Array]) -> Kinds:
+        of_sides = [squares(forms, matrices, side, largest_side) for side in (0, 1, 0, 1)]
+        kinds = [[*map(jnp.zeros_like, matrices)], *of_sides]
+        first = [*map(jnp.zeros_like, matrices)]
+        return {"first": first} | dict(zip(names, kinds, strict=True))
+
+    def update(
+        forms: list[Matrices], gradients: list[Array], state: Kinds, updates: Array
+    ) -> tuple[list[Array], Kinds]:
+        pairs = zip(state["first"], gradients, strict=True)
+        first = [mean(updates, old, gradient) for old, gradient in pairs]
+        rows = [form.beside(form.rows) for form in forms]
+        columns = [form.beside(form.columns) for form in forms]
+        of_kinds = forms, rows, columns, rows, columns
+        kinds = [*zip(of_kinds, (state[name] for name in names), strict=True)]
+        made, *new = on_whole_matrices(
+            descended, (forms, first), *kinds, (forms, gradients), returned=6, numbers=(updates,)
+        )
+        return made, {"first": first} | dict(zip(names, new, strict=True))
+
+    return Rule(init, update, orthogonal)
 
 
 def has(x_NRC: Array, square: Square, side: int) -> bool:

@@ -11,18 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lmlib.optim.matrices.beside_adamw import Kinds, Rule, beside_adamw
+from lmlib.optim.matrices.beside_adamw import beside_adamw
 from lmlib.optim.matrices.preconditioners import (
     at_times,
     averaged,
     check_sides,
     has,
     inverse_roots,
-    on_preconditioned,
-    preconditioners,
+    preconditioned,
     rotated,
 )
-from lmlib.optim.matrices.whole_matrices import APART, Matrices
+from lmlib.optim.matrices.whole_matrices import APART
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
@@ -75,21 +74,13 @@ def shampoo(
     if not 0 < ridge < math.inf:
         raise ValueError(f"ridge must be a positive number, got {ridge}")
 
-    def init(paths: list[str], forms: list[Matrices], matrices: list[Array]) -> Kinds:
-        first = [*map(jnp.zeros_like, matrices)]
-        return {"first": first} | preconditioners(NAMES, forms, matrices, largest_side)
+    def mean(updates: Array, first: Array, gradient: Array) -> Array:
+        return b1 * first + (1 - b1) * gradient
 
-    def update(
-        forms: list[Matrices], gradients: list[Array], state: Kinds, updates: Array
-    ) -> tuple[list[Array], Kinds]:
-        pairs = zip(state["first"], gradients, strict=True)
-        first = [b1 * mean + (1 - b1) * gradient for mean, gradient in pairs]
-        function = functools.partial(_descended, b1, b2, every, ridge, epsilon)
-        made, state = on_preconditioned(function, NAMES, updates, forms, first, state, gradients)
-        return made, {"first": first} | state
-
+    descended = functools.partial(_descended, b1, b2, every, ridge, epsilon)
+    rule = preconditioned(NAMES, largest_side, mean, descended, orthogonal=False)
     return beside_adamw(
-        Rule(init, update, orthogonal=False), steps, peak_lr, schedule, apart, adamw_learning_rate,
+        rule, steps, peak_lr, schedule, apart, adamw_learning_rate,
         b1, b2, epsilon, weight_decay, clip_norm, decays, cautious, scaled,
     )  # fmt: skip
 

@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lmlib.optim.matrices.beside_adamw import Kinds, Rule, beside_adamw
+from lmlib.optim.matrices.beside_adamw import beside_adamw
 from lmlib.optim.matrices.preconditioners import (
     at_times,
     averaged,
     check_sides,
     eigenbases,
-    on_preconditioned,
-    preconditioners,
+    preconditioned,
     refreshed,
     rotated,
 )
-from lmlib.optim.matrices.whole_matrices import APART, Matrices
+from lmlib.optim.matrices.whole_matrices import APART
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
@@ -70,23 +69,13 @@ def soap(
     """
     check_sides(largest_side, every)
 
-    def init(paths: list[str], forms: list[Matrices], matrices: list[Array]) -> Kinds:
-        first = [*map(jnp.zeros_like, matrices)]
-        return {"first": first} | preconditioners(NAMES, forms, matrices, largest_side)
+    def mean(updates: Array, first: Array, gradient: Array) -> Array:
+        return jnp.where(updates == 0, first, b1 * first + (1 - b1) * gradient)
 
-    def update(
-        forms: list[Matrices], gradients: list[Array], state: Kinds, updates: Array
-    ) -> tuple[list[Array], Kinds]:
-        first = [
-            jnp.where(updates == 0, m, b1 * m + (1 - b1) * g)
-            for m, g in zip(state["first"], gradients, strict=True)
-        ]
-        function = functools.partial(_descended, b1, b2, preconditioner_decay, every, epsilon)
-        made, state = on_preconditioned(function, NAMES, updates, forms, first, state, gradients)
-        return made, {"first": first} | state
-
+    descended = functools.partial(_descended, b1, b2, preconditioner_decay, every, epsilon)
+    rule = preconditioned(NAMES, largest_side, mean, descended, orthogonal=False)
     return beside_adamw(
-        Rule(init, update, orthogonal=False), steps, peak_lr, schedule, apart, adamw_learning_rate,
+        rule, steps, peak_lr, schedule, apart, adamw_learning_rate,
         b1, b2, epsilon, weight_decay, clip_norm, decays, cautious, scaled,
         preconditioner_decay=preconditioner_decay,
     )  # fmt: skip

@@ -10,17 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lmlib.optim.matrices.beside_adamw import Kinds, Rule, beside_adamw
+from lmlib.optim.matrices.beside_adamw import beside_adamw
 from lmlib.optim.matrices.muon import ADAMW_RMS, POLAR_EXPRESS, Polynomial, orthogonalized
 from lmlib.optim.matrices.preconditioners import (
     averaged,
     check_sides,
-    on_preconditioned,
-    preconditioners,
+    preconditioned,
     rotated,
 )
 from lmlib.optim.matrices.soap import NAMES, moved
-from lmlib.optim.matrices.whole_matrices import APART, Matrices
+from lmlib.optim.matrices.whole_matrices import APART
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
@@ -76,38 +75,29 @@ def soap_muon(
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
 
-    def init(paths: list[str], forms: list[Matrices], matrices: list[Array]) -> Kinds:
-        first = [*map(jnp.zeros_like, matrices)]
-        return {"first": first} | preconditioners(NAMES, forms, matrices, largest_side)
+    def mean(updates: Array, first: Array, gradient: Array) -> Array:
+        return momentum * first + (1 - momentum) * gradient
 
-    def update(
-        forms: list[Matrices], gradients: list[Array], state: Kinds, updates: Array
-    ) -> tuple[list[Array], Kinds]:
-        def mixed(mean: Array, gradient: Array) -> Array:
-            return momentum * mean + (1 - momentum) * gradient
-
-        first = [*map(mixed, state["first"], gradients)]
-        ahead = [*map(mixed, first, gradients)]
-        function = functools.partial(
-            _descended, preconditioner_decay, every, epsilon, polynomials, dtype
-        )
-        made, state = on_preconditioned(function, NAMES, updates, forms, ahead, state, gradients)
-        return made, {"first": first} | state
-
+    descended = functools.partial(
+        _descended, momentum, preconditioner_decay, every, epsilon, polynomials, dtype
+    )
+    rule = preconditioned(NAMES, largest_side, mean, descended, orthogonal=True)
     return beside_adamw(
-        Rule(init, update, orthogonal=True), steps, peak_lr, schedule, apart, adamw_learning_rate,
+        rule, steps, peak_lr, schedule, apart, adamw_learning_rate,
         b1, b2, epsilon, weight_decay, clip_norm, decays, cautious, scaled,
         momentum=momentum, preconditioner_decay=preconditioner_decay,
     )  # fmt: skip
 
 
 def _descended(
-    preconditioner_decay: float, every: int, epsilon: float, polynomials: Sequence[Polynomial],
-    dtype: str, updates: Array, ahead_NRC: Array, second_NRC: Array, of_rows: Array,
-    of_columns: Array, basis_of_rows: Array, basis_of_columns: Array, gradient_NRC: Array,
+    momentum: float, preconditioner_decay: float, every: int, epsilon: float,
+    polynomials: Sequence[Polynomial], dtype: str, updates: Array, first_NRC: Array,
+    second_NRC: Array, of_rows: Array, of_columns: Array, basis_of_rows: Array,
+    basis_of_columns: Array, gradient_NRC: Array,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The direction for the momentum `ahead_NRC`, and the new arrays of `NAMES`."""
+    """The direction for the momentum `first_NRC`, and the new arrays of `NAMES`."""
     bases = basis_of_rows, basis_of_columns
+    ahead_NRC = momentum * first_NRC + (1 - momentum) * gradient_NRC  # Nesterov's step
     turned_NRC = rotated(ahead_NRC, bases)
     second_NRC = preconditioner_decay * second_NRC + (1 - preconditioner_decay) * turned_NRC**2
     even_NRC = rotated(turned_NRC / (jnp.sqrt(second_NRC) + epsilon), bases, back=True)
