@@ -6,7 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, case-insensitive; the names are Arrow's
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}  # by suffix, case-insensitive; the names are Arrow's
 _SKIPPED_BYTES = 1024 * 1024  # read at once
 
 
@@ -14,6 +18,11 @@ def compression(path: Path) -> str:
     """Returns the name's last suffix in lower case if it is in `COMPRESSIONS`, otherwise ""."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSIONS else ""
+
+
+def kind(path: Path) -> str:
+    """Returns the format's suffix in lower case, ignoring one of a compression."""
+    return (path.with_suffix("") if compression(path) else path).suffix.lower()
 
 
 class Stream:

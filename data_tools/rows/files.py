@@ -10,10 +10,14 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
+from data_tools.rows.array_record import ARRAY_RECORD, array_record_blocks
 from data_tools.rows.arrow import ARROW, PARQUET, arrow_blocks
 from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, Row, TextField
-from data_tools.rows.compressed import compression, opened
+from data_tools.rows.compressed import compression, kind, opened
+from data_tools.rows.delimited import DELIMITERS, delimited_blocks
+from data_tools.rows.mosaic import INDEX, MOSAIC, mosaic_blocks
 from data_tools.rows.records import documents_blocks, lines_blocks, text_row
+from data_tools.rows.webdataset import WEBDATASET, webdataset_blocks
 
 # Takes the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
 # `None`, and the field of the text. Yields the blocks that begin between `start` and `stop`, from
@@ -22,16 +26,21 @@ Reader = Callable[[Path, int, int, int, Any, Field], Iterator[Block]]
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json", ".jsonlines", ".jl"), lines_blocks),
     **dict.fromkeys((*PARQUET, *ARROW), arrow_blocks),
+    **dict.fromkeys(DELIMITERS, delimited_blocks),
+    **dict.fromkeys(MOSAIC, mosaic_blocks),
+    **dict.fromkeys(WEBDATASET, webdataset_blocks),
+    **dict.fromkeys(ARRAY_RECORD, array_record_blocks),
 }
+_NOT_COMPRESSED = (*PARQUET, *ARROW, *ARRAY_RECORD)  # these read parts of a file
 
 # Suffixes of files that are neither rows nor texts, by the remedy in the error.
 _REFUSED = {
     "write its rows as JSON Lines or Parquet": (
-        ".csv .tsv .psv .xls .xlsx .ods .avro .orc .tfrecord .warc .wet .wat .db .sqlite .sqlite3 "
+        ".psv .xls .xlsx .ods .avro .orc .tfrecord .warc .wet .wat .db .sqlite .sqlite3 "
         ".h5 .hdf5 .npy .npz .pkl .pickle .pt .safetensors"
     ),
     "unpack it, or compress it as .gz or .zst instead": (
-        ".bz2 .xz .lzma .lz4 .br .z .zip .7z .rar .tar .tgz .tbz2 .txz"
+        ".bz2 .xz .lzma .lz4 .br .z .zip .7z .rar .tgz .tbz2 .txz"
     ),
     "write its text as a text file": ".pdf .doc .docx .odt .rtf .epub",
     "it has the name of an unfinished file: finish it, or leave it out": (
@@ -41,11 +50,6 @@ _REFUSED = {
 _ADVICE = {suffix: advice for advice, suffixes in _REFUSED.items() for suffix in suffixes.split()}
 
 
-def kind(file: Path) -> str:
-    """Returns the format's suffix in lower case, ignoring a final .gz or .zst."""
-    return (file.with_suffix("") if compression(file) else file).suffix.lower()
-
-
 def may_be_file(name: str) -> bool:
     """True if the name ends like a file's."""
     known = {*READERS, *_ADVICE, ".txt", ".py", ".md"}
@@ -53,9 +57,9 @@ def may_be_file(name: str) -> bool:
 
 
 class Files:
-    """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole text files.
+    """The rows of files, in order: those that `READERS` knows, and whole text files.
 
-    Files of lines and text files may also end in .gz or .zst. Shards are equal shares of the files'
+    Most may also end in .gz or .zst. Shards are equal shares of the files'
     bytes. A part of a file that can be read independently (a line, a row group, a whole file that
     is compressed or has separated documents) belongs to the shard in whose share it begins.
     """
@@ -190,6 +194,9 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
             if not file.is_dir()
             and (_is_hidden(Path(glob)) or not _is_hidden(file.relative_to(path)))
         )
+        # The index of MDS shards repeats what they say themselves.
+        folders = {file.parent for file in found if kind(file) in MOSAIC}
+        found = [file for file in found if file.name != INDEX or file.parent not in folders]
         if not found:
             raise FileNotFoundError(f"no file below {path} matches the pattern {glob!r}")
     for file in found:
@@ -220,7 +227,7 @@ def _check_is_read(file: Path) -> None:
     found = kind(file)
     if found not in READERS and found in _ADVICE:
         raise ValueError(f"{file}: files that end in {found} are not read: {_ADVICE[found]}")
-    if compression(file) and found in (*PARQUET, *ARROW):
+    if compression(file) and found in _NOT_COMPRESSED:
         raise ValueError(f"{file} is {found} inside of {file.suffix}, which is not read: unpack it")
 
 

@@ -1,21 +1,27 @@
 """Rows of files and data sets: which are read, in which order, in shards, from any block on."""
 
+import csv
 import gzip
+import io
 import itertools
 import json
 import os
+import struct
+import tarfile
 
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusals
 
 from data_tools.rows import files, records
 from data_tools.rows.block import Block, TextField
+from data_tools.rows.compressed import kind as kind_of
 from data_tools.rows.files import READERS, Files
 from data_tools.rows.hub import HubDataset
 from data_tools.rows.source import Texts, row_source
@@ -53,6 +59,39 @@ def write_table(file, table, rows=None):
         writer.write_table(table, max_chunksize=rows)
 
 
+def delimited(texts, delimiter):
+    sink = io.StringIO(newline="")
+    csv.writer(sink, delimiter=delimiter).writerows([("id", "text"), *enumerate(texts)])
+    return sink.getvalue().encode()
+
+
+def archive(texts):
+    """Two files for each text, and a folder."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("set"))
+        for number, text in enumerate(texts):
+            for column, content in (("json", b'{"id": 1}'), ("text", text.encode())):
+                member = tarfile.TarInfo(f"set/{number:04}.{column}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return sink.getvalue()
+
+
+def mosaic_shard(texts):
+    """The bytes that MosaicML's `MDSWriter` writes for columns id and text."""
+    described = {"column_encodings": ["int", "str"], "column_names": ["id", "text"]}
+    described |= {"column_sizes": [8, None], "format": "mds"}
+    description = json.dumps(described, sort_keys=True).encode()
+    bodies = [text.encode() for text in texts]
+    samples = [struct.pack("<Iq", len(body), 1) + body for body in bodies]
+    head = 4 * (len(samples) + 2) + len(description)
+    begins = [head, *(head + size for size in itertools.accumulate(map(len, samples)))]
+    return (
+        struct.pack(f"<{len(begins) + 1}I", len(samples), *begins) + description + b"".join(samples)
+    )
+
+
 def write_kind(folder, kind, texts=TEXTS):
     """A file that holds the texts."""
     file = folder / f"data{kind}"
@@ -60,18 +99,31 @@ def write_kind(folder, kind, texts=TEXTS):
         feather.write_feather(pa.table({"text": texts}), file)
     elif kind in (".parquet", ".PARQUET", ".pq", ".arrow", ".stream.arrow"):
         write_table(file, pa.table({"text": texts, "other": [1] * len(texts)}), rows=2)
+    elif kind == ".array_record":
+        writer = ArrayRecordWriter(str(file), "group_size:1")
+        for line in json_lines(texts).splitlines():
+            writer.write(line)
+        writer.close()
     else:
-        content = json_lines(texts)
+        content = {
+            ".csv": lambda: delimited(texts, ","),
+            ".tsv": lambda: delimited(texts, "\t"),
+            ".tar": lambda: archive(texts),
+            ".mds": lambda: mosaic_shard(texts),
+        }.get(kind_of(file), lambda: json_lines(texts))()
         half = len(content) // 2
         members = [content[:half], content[half:]]
-        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
-            file.suffix.lower(), bytes
-        )
+        compress = {
+            ".gz": gzip.compress,
+            ".zst": zstandard.compress,
+            ".zstd": zstandard.compress,
+        }.get(file.suffix.lower(), bytes)
         file.write_bytes(b"".join(map(compress, members)))
     return file
 
 
 KINDS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"]
+KINDS += [".csv", ".csv.gz", ".tsv", ".tar", ".tar.gz", ".mds", ".mds.zst", ".array_record"]
 
 
 # Names of other suffixes; allenai/c4 has .json. To take such files for texts would go unnoticed.
@@ -91,7 +143,15 @@ def test_shards_of_each_kind_of_file_are_all_rows_once_and_in_order(tmp_path, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_goes_on_from_any_block(tmp_path, kind, monkeypatch):
-    for module in ("records", "arrow", "files"):
+    for module in (
+        "records",
+        "arrow",
+        "files",
+        "delimited",
+        "webdataset",
+        "mosaic",
+        "array_record",
+    ):
         monkeypatch.setattr(f"data_tools.rows.{module}.BLOCK_BYTES", 16)
     (tmp_path / "a.txt").write_text("before")
     write_kind(tmp_path, kind)
@@ -147,7 +207,12 @@ def test_missing_columns_are_an_error(tmp_path, kind):
         rows_of(Files([str(file)], field=TextField("body")))
 
 
-@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".parquet", ".arrow"])
+DAMAGED = [".csv.gz", ".tar.gz", ".mds", ".mds.zst", ".array_record"]
+
+
+@pytest.mark.parametrize(
+    "kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".parquet", ".arrow", *DAMAGED]
+)
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
 def test_damaged_files_are_named(tmp_path, kind, damage):
     file = write_kind(tmp_path, kind)
@@ -185,7 +250,7 @@ def test_a_function_makes_the_text(tmp_path, kind, monkeypatch):
 
 
 def test_missing_paths(tmp_path):
-    for name in (str(tmp_path / "nothing.jsonl"), "nothing.JSONL", "nothing.csv"):
+    for name in (str(tmp_path / "nothing.jsonl"), "nothing.JSONL", "nothing.csv", "nothing.pdf"):
         with pytest.raises(FileNotFoundError, match="there is no file"):
             row_source([name])
     with pytest.raises(FileNotFoundError, match="matches the pattern"):
@@ -300,16 +365,16 @@ def test_a_format_of_ones_own_is_a_reader(tmp_path, monkeypatch):
         if start == 0:
             yield Block(0, 1.0, size, path.read_text().splitlines(), rows_of_table)
 
-    monkeypatch.setitem(READERS, ".tsv", read)
-    (tmp_path / "1.tsv").write_text("id\ttext\n1\tone\n2\ttwo\n")
-    (tmp_path / "2.tsv").write_text("text\nthree\n")
+    monkeypatch.setitem(READERS, ".tab", read)
+    (tmp_path / "1.tab").write_text("id\ttext\n1\tone\n2\ttwo\n")
+    (tmp_path / "2.tab").write_text("text\nthree\n")
     (tmp_path / "3.txt").write_text("four")
     source = Files([str(tmp_path)], pattern="*")
     for shards in (1, 2, 5):
         found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
         assert found == ["one", "two", "three", "four"]
-    with pytest.raises(FileNotFoundError, match=r"no file books\.tsv"):
-        row_source(["books.tsv"])
+    with pytest.raises(FileNotFoundError, match=r"no file books\.tab"):
+        row_source(["books.tab"])
 
 
 TYPES_OF_TEXT = [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
