@@ -1,7 +1,8 @@
-"""Converts seqax's flat tokens to this library's, for `python -m data_tools.convert`."""
+"""Converts tokens of other libraries to this library's, for `python -m data_tools.convert`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,31 +24,56 @@ from lmlib.data.stored.shard_writer import ShardWriter
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
 
-def to_lmlib(
-    source: Path,
-    out: Path,
-    *,
-    tokenizer: Tokenizer | None = None,
-    progress: Progress = no_progress,
-    file_length: int = FILE_LENGTH,
-    block_length: int = BLOCK_LENGTH,
-) -> dict[Path, tuple[ShardMetadata, int]]:
-    """Converts each split of `source`, in seqax's format, to a split with one shard below `out`.
+class TokenSplit(Protocol):
+    """The documents of a split, one after the other."""
 
-    Returns the shard of each new split, and the number of documents dropped because they have no
-    tokens. The new splits have no BOS and EOS, and 0 bytes of text. Without `tokenizer`, none is
-    recorded and the vocabulary ends at the largest id. After a kill, the same call continues.
+    tokens: int
+    documents: int
+    max_token_id: int
 
-    Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
-    no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
+    def read(self, start: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray, Any]]:
+        """Returns a function that returns tokens [start, stop), and where documents begin (bool).
+
+        Its third result is not used.
+        """
+
+
+def seqax_splits(source: Path) -> dict[str, TokenSplit]:
+    """Returns the splits of a folder in seqax's format.
+
+    Raises FileNotFoundError for a missing folder, ValueError if it has no such split,
+    DamagedDataError if it cannot be read.
     """
-    source, out = data_path(source), data_path(out)
     if not source.is_dir():
         raise FileNotFoundError(f"there is no folder {source}")
     folders = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
     if not folders:
         raise ValueError(f"{source} has no split in seqax's format, such as {source / 'train'}")
-    splits = {folder.name: SeqaxSplit(folder) for folder in folders}
+    return {folder.name: SeqaxSplit(folder) for folder in folders}
+
+
+def to_lmlib(
+    splits: Mapping[str, TokenSplit],
+    source: Path,
+    out: Path,
+    *,
+    converted_from: str,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress = no_progress,
+    file_length: int = FILE_LENGTH,
+    block_length: int = BLOCK_LENGTH,
+) -> dict[Path, tuple[ShardMetadata, int]]:
+    """Converts each of the `splits` of `source` to a split with one shard below `out`.
+
+    Returns the shard of each new split, and the number of documents dropped because they have no
+    tokens. The new splits have no BOS and EOS, and 0 bytes of text. Without `tokenizer`, none is
+    recorded and the vocabulary ends at the largest id. After a kill, the same call continues.
+    `converted_from` names the format, for the record.
+
+    Raises FileExistsError if `out` is finished or holds anything else, ValueError for ids outside
+    the vocabulary, DamagedDataError if the source cannot be read.
+    """
+    source, out = data_path(source), data_path(out)
     largest = max(split.max_token_id for split in splits.values())
     vocab_size = largest + 1 if tokenizer is None else tokenizer.vocab_size
     if vocab_size <= largest:
@@ -59,7 +85,7 @@ def to_lmlib(
     converted = {}
     for name, split in splits.items():
         folder = out / name
-        described = {"converted from": "seqax flat tokens", "path": str(source), "split": name}
+        described = {"converted from": converted_from, "path": str(source), "split": name}
         if not (folder / shard_name(0, 1) / FILE_NAME).exists():  # else it was done before the kill
             writer = ShardWriter(
                 out,
@@ -90,7 +116,7 @@ def to_lmlib(
 
 
 def _whole_documents(
-    split: SeqaxSplit, folder: Path, start: int, block_length: int
+    split: TokenSplit, folder: Path, start: int, block_length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields tokens (int64) of complete documents from `start` on, and the documents' lengths."""
     begun: list[np.ndarray] = []  # the unfinished document

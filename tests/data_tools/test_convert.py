@@ -11,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqax_data import write_seqax
 
-from data_tools.convert.to_lmlib import to_lmlib
+from data_tools.convert.to_lmlib import seqax_splits, to_lmlib
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.stored.metadata import DamagedDataError, read_split
 
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
 DOCUMENTS = st.lists(st.lists(st.integers(0, 299), max_size=9), min_size=1, max_size=8)
+
+
+def convert(source, out, **settings):
+    splits = seqax_splits(source)
+    return to_lmlib(splits, source, out, converted_from="seqax flat tokens", **settings)
 
 
 def stored_documents(path, split="train"):
@@ -30,7 +35,7 @@ def stored_documents(path, split="train"):
 def test_to_lmlib_by_hand(tmp_path):
     write_seqax(tmp_path / "in", SMALL)
     write_seqax(tmp_path / "in", [[9]], "validation")
-    to_lmlib(tmp_path / "in", tmp_path / "out")
+    convert(tmp_path / "in", tmp_path / "out")
     metadata = read_split(tmp_path / "out/train")
     assert len(metadata.shards) == 1
     assert (metadata.documents, metadata.tokens, metadata.bytes) == (3, 8, 0)
@@ -47,7 +52,7 @@ def test_any_documents(tmp_path_factory, documents, block_length):
     path = tmp_path_factory.mktemp("converted")
     write_seqax(path / "in", documents)
     kept = [document for document in documents if document]
-    ((made, dropped),) = to_lmlib(
+    ((made, dropped),) = convert(
         path / "in", path / "out", file_length=16, block_length=block_length
     ).values()
     assert (made.documents, dropped) == (len(kept), len(documents) - len(kept))
@@ -57,12 +62,12 @@ def test_any_documents(tmp_path_factory, documents, block_length):
 def test_a_tokenizer_can_be_recorded(tmp_path):
     write_seqax(tmp_path / "in", [[256, 104, 105]])
     tokenizer = load_tokenizer("bytes")
-    to_lmlib(tmp_path / "in", tmp_path / "out", tokenizer=tokenizer)
+    convert(tmp_path / "in", tmp_path / "out", tokenizer=tokenizer)
     metadata = read_split(tmp_path / "out/train")
     assert (metadata.tokenizer, metadata.vocab_size) == (tokenizer.identity, 258)
     write_seqax(tmp_path / "others", [[258]])
     with pytest.raises(ValueError, match="ids up to 258, but the tokenizer's end at 257"):
-        to_lmlib(tmp_path / "others", tmp_path / "new", tokenizer=tokenizer)
+        convert(tmp_path / "others", tmp_path / "new", tokenizer=tokenizer)
 
 
 class Killed(BaseException):
@@ -86,14 +91,14 @@ def test_a_killed_conversion_to_lmlib_goes_on(tmp_path, calls):
         write_seqax(tmp_path / "in", documents, split)
     lengths = {"file_length": 16, "block_length": 30}
     with pytest.raises(Killed):
-        to_lmlib(tmp_path / "in", tmp_path / "out", progress=killed_after(calls), **lengths)
+        convert(tmp_path / "in", tmp_path / "out", progress=killed_after(calls), **lengths)
     with pytest.raises(FileNotFoundError):
         read_split(tmp_path / "out/validation")
-    to_lmlib(tmp_path / "in", tmp_path / "out", **lengths)
+    convert(tmp_path / "in", tmp_path / "out", **lengths)
     for split in ("train", "validation"):
         assert stored_documents(tmp_path / "out", split) == documents
     with pytest.raises(FileExistsError, match="exists already"):
-        to_lmlib(tmp_path / "in", tmp_path / "out", **lengths)
+        convert(tmp_path / "in", tmp_path / "out", **lengths)
 
 
 def test_an_existing_folder_is_never_touched(tmp_path):
@@ -102,7 +107,7 @@ def test_an_existing_folder_is_never_touched(tmp_path):
     out.mkdir()
     (out / "diary.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="out exists already"):
-        to_lmlib(tmp_path / "in", out)
+        convert(tmp_path / "in", out)
     assert [entry.name for entry in out.iterdir()] == ["diary.txt"]
 
 
@@ -110,13 +115,13 @@ def test_damage_is_named(tmp_path):
     write_seqax(tmp_path / "in", SMALL)
     (tmp_path / "in/train/encoded_tokens/1").unlink()
     with pytest.raises(DamagedDataError, match="encoded_tokens/1"):
-        to_lmlib(tmp_path / "in", tmp_path / "out")
+        convert(tmp_path / "in", tmp_path / "out")
 
     write_seqax(tmp_path / "other", [[1, 2], [3]])
     tokens = zarr.open_group(tmp_path / "other")["train"]["encoded_tokens"]
     tokens[0] = 2
     with pytest.raises(DamagedDataError, match="train begins in the middle of a document"):
-        to_lmlib(tmp_path / "other", tmp_path / "out2")
+        convert(tmp_path / "other", tmp_path / "out2")
 
 
 @pytest.mark.slow

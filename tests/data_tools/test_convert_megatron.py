@@ -1,0 +1,128 @@
+"""Conversions of Megatron's indexed data sets, against files of Megatron-Core and NumPy."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.convert.megatron import MegatronSplit, megatron_prefix
+from data_tools.convert.to_lmlib import to_lmlib
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import DamagedDataError, read_split
+
+REPOSITORY = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden" / "megatron"
+DOCUMENTS = [[5, 6, 7, 0], [65_000, 1, 0], [0]]  # and one without tokens
+CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
+
+
+def write(prefix, documents, dtype="<i4"):
+    """Each document is a list of sequences of tokens."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    begins = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    firsts = np.cumsum([0, *map(len, documents)])
+    prefix.with_suffix(".bin").write_bytes(np.concatenate([*sequences, []]).astype(dtype).tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + np.array([1], "<u8").tobytes()
+        + bytes([CODES[dtype]])
+        + np.array([len(sequences), len(firsts)], "<u8").tobytes()
+        + lengths.tobytes()
+        + begins.astype("<i8").tobytes()
+        + firsts.astype("<i8").tobytes()
+    )
+
+
+def convert(prefix, out, **settings):
+    splits = {"train": MegatronSplit(prefix)}
+    return to_lmlib(splits, prefix, out, converted_from="Megatron indexed data set", **settings)
+
+
+def stored_documents(path):
+    shard = path / "train" / "shard_00000_of_00001"
+    starts = zarr.open_array(shard / "document_starts", mode="r")[:].astype(np.int64)
+    tokens = zarr.open_array(shard / "tokens", mode="r")[:]
+    return [piece.tolist() for piece in np.split(tokens, starts[1:])]
+
+
+def test_files_of_megatron_by_the_command(tmp_path):
+    command = [sys.executable, "-m", "data_tools.convert", f"{GOLDEN}.bin", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(
+        "3 documents, 8 tokens; documents without tokens that were dropped: 1\n"
+    )
+    assert stored_documents(tmp_path / "out") == DOCUMENTS
+    metadata = read_split(tmp_path / "out/train")
+    assert (metadata.vocab_size, metadata.source["path"]) == (65_001, str(GOLDEN))
+    batch = FlatTokens(str(tmp_path / "out"), "train", batch_size=1, sequence_length=3).batch(0)
+    assert batch.tokens.shape == (1, 3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=6),
+    dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
+    block_length=st.integers(1, 9),
+)
+def test_any_documents(tmp_path_factory, documents, dtype, block_length):
+    path = tmp_path_factory.mktemp("converted")
+    write(path / "in", documents, dtype)
+    joined = [list(itertools.chain(*document)) for document in documents]
+    kept = [document for document in joined if document]
+    ((made, dropped),) = convert(
+        path / "in", path / "out", file_length=16, block_length=block_length
+    ).values()
+    assert (made.documents, dropped) == (len(kept), len(documents) - len(kept))
+    assert stored_documents(path / "out") == (kept or [[]])
+
+
+def test_a_prefix_may_have_dots_and_one_of_the_suffixes(tmp_path):
+    write(tmp_path / "v1", [])
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"v1{suffix}").rename(tmp_path / f"v1.2_text{suffix}")
+    for name in ("v1.2_text", "v1.2_text.bin", "v1.2_text.idx"):
+        assert megatron_prefix(tmp_path / name) == tmp_path / "v1.2_text"
+    assert megatron_prefix(tmp_path / "v1") is None
+
+
+def test_damaged_files_are_named(tmp_path):
+    prefix = tmp_path / "data"
+    write(prefix, [[[1, 2], [3]], [[4]]])
+    index, tokens = (prefix.with_suffix(suffix).read_bytes() for suffix in (".idx", ".bin"))
+    for stop in range(len(index)):
+        prefix.with_suffix(".idx").write_bytes(index[:stop])
+        with pytest.raises(DamagedDataError, match=r"data\.idx (is truncated|does not begin)"):
+            MegatronSplit(prefix)
+    for entry in range(9, 12):  # the pointers and firsts, from byte 46 on
+        changed = bytearray(index)
+        changed[46 + 8 * (entry - 9)] += 1
+        prefix.with_suffix(".idx").write_bytes(changed)
+        with pytest.raises(DamagedDataError, match=r"data\.idx is damaged"):
+            MegatronSplit(prefix)
+    prefix.with_suffix(".idx").write_bytes(index)
+    prefix.with_suffix(".bin").write_bytes(tokens[:-1])
+    with pytest.raises(
+        DamagedDataError, match=r"data\.bin has 15 bytes, and data\.idx promises 16"
+    ):
+        MegatronSplit(prefix)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token", "message"),
+    [
+        ("<f4", 1, "tokens of type 7: only"),
+        ("<i4", -1, "ids outside"),
+        ("<i8", 2**31, "ids outside"),
+    ],
+)
+def test_numbers_that_are_not_tokens_are_refused(tmp_path, dtype, token, message):
+    write(tmp_path / "data", [[[token]]], dtype)
+    with pytest.raises(ValueError, match=message):
+        MegatronSplit(tmp_path / "data")
