@@ -1,4 +1,4 @@
-"""Encodes blocks of rows to documents of tokens, in order, with any number of processes.
+"""Encodes blocks of rows in order, for instance to tokens, with any number of processes.
 
 The processes of `concurrent.futures` outlive a killed parent, and cannot be stopped in a block.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -49,17 +49,20 @@ class EncodedBlock:
         )
 
 
-class Recipe(Protocol):
-    """Turns rows into documents; small enough to send to other processes."""
+Encoded = TypeVar("Encoded", covariant=True)
 
-    def encode(self, block: Block) -> EncodedBlock:
-        """Returns the block's documents; a row without documents is among the bad rows."""
+
+class Recipe(Protocol[Encoded]):
+    """Turns rows into documents, for instance; small enough to send to other processes."""
+
+    def encode(self, block: Block) -> Encoded:
+        """Returns what the block's rows become, such as an `EncodedBlock`."""
 
 
 def encode_in_order(
-    blocks: Iterator[Block], recipe: Recipe, workers: int
-) -> Generator[tuple[Block, EncodedBlock], None, None]:
-    """Yields each block with its documents, in order, encoded by `workers` processes or this one.
+    blocks: Iterator[Block], recipe: Recipe[Encoded], workers: int
+) -> Generator[tuple[Block, Encoded], None, None]:
+    """Yields each block with what it becomes, in order, encoded by `workers` processes or this one.
 
     A few blocks for each worker are read ahead. Closing the generator ends the workers, even in the
     middle of a block. Raises ChildProcessError if a worker is killed.
@@ -71,7 +74,7 @@ def encode_in_order(
     processes: list[_WorkerProcess] = []
     idle: SimpleQueue[_WorkerProcess] = SimpleQueue()
 
-    def encode(block: Block) -> EncodedBlock:
+    def encode(block: Block) -> Any:
         process = idle.get()
         try:
             return process.encode(block)
@@ -83,7 +86,7 @@ def encode_in_order(
         for _ in range(workers):
             processes.append(_WorkerProcess(recipe))
             idle.put(processes[-1])
-        pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+        pending: deque[tuple[Block, Future[Any]]] = deque()
         pending_bytes = 0
         most = _QUEUED_BLOCKS * workers
         for block in blocks:
@@ -105,7 +108,7 @@ def encode_in_order(
 class _WorkerProcess:
     """Runs a recipe in a separate process."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe[Any]) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -118,9 +121,9 @@ class _WorkerProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
         theirs.close()  # so that reads end when the process does
-        self._recipe: Recipe | None = recipe
+        self._recipe: Recipe[Any] | None = recipe
 
-    def encode(self, block: Block) -> EncodedBlock:
+    def encode(self, block: Block) -> Any:
         """See `Recipe.encode`. Raises ChildProcessError if the process is gone."""
         try:
             if self._recipe is not None:
@@ -129,7 +132,7 @@ class _WorkerProcess:
                 self._connection.send(self._recipe)
                 self._recipe = None
             self._connection.send(block)
-            answer: EncodedBlock | Exception = self._connection.recv()
+            answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise ChildProcessError(
                 "a worker process was killed, perhaps because memory ran out: run the same command "
@@ -152,12 +155,12 @@ def _serve(connection: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the caller may be killed at any byte
-        recipe: Recipe = connection.recv()
+        recipe: Recipe[Any] = connection.recv()
         while True:
             connection.send(_answer(recipe, connection.recv()))
 
 
-def _answer(recipe: Recipe, block: Block) -> EncodedBlock | Exception:
+def _answer(recipe: Recipe[Any], block: Block) -> Any:
     try:
         return recipe.encode(block)
     except (OSError, ValueError) as error:

@@ -20,8 +20,8 @@ def define_source_flags() -> None:
     flags.DEFINE_list(
         "dataset",
         None,
-        "Files and folders, separated by commas: JSON Lines, Parquet, Arrow or text (JSON Lines "
-        "and text also as .gz or .zst); or the name of one Hugging Face data set.",
+        "Files and folders, separated by commas: JSON Lines, CSV, Parquet, Arrow, WebDataset, MDS, "
+        "ArrayRecord or text, most also as .gz or .zst; or the name of one Hugging Face data set.",
         required=True,
     )
     flags.DEFINE_string("name", None, "Configuration of the Hugging Face data set.")

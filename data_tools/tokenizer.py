@@ -35,6 +35,7 @@ class Tokenizer:
     vocab_size: int  # ids are in [0, vocab_size)
     bos_id: int | None
     eos_id: int | None
+    settings: Mapping[str, Any] = {}  # that change the ids, as JSON values, for the record
 
     @property
     def dtype(self) -> np.dtype:
@@ -48,6 +49,10 @@ class Tokenizer:
             np.array([] if id is None else [id], np.uint32) for id in (self.bos_id, self.eos_id)
         )
         return before, after
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of the token with this name; None if there is none."""
+        return None
 
     def size(self, text: str) -> int:
         """Returns the UTF-8 bytes of `text`.
@@ -137,6 +142,10 @@ class JsonTokenizer(Tokenizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
         self._tokenizer.encode_special_tokens = True  # which its own pickling forgets
+
+    def id_of(self, token: str) -> int | None:
+        """See `Tokenizer.id_of`."""
+        return self._tokenizer.token_to_id(token)
 
     def size(self, text: str) -> int:
         """See `Tokenizer.size`."""

@@ -21,7 +21,7 @@ from data_tools.command_line import ProgressLine
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.report import next_command, summary
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
-from data_tools.rows.block import SkippedRows
+from data_tools.rows.block import RowSource, SkippedRows
 from data_tools.shared_flags import FLAGS
 from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata
 
@@ -40,6 +40,28 @@ _SHARDS = flags.DEFINE_integer("shards", 1, "Number of parts of the split.", low
 flags.DEFINE_string("shard", None, "Make only one part: 'i/n' is number i, from 0, of n.")
 flags.DEFINE_string(
     "ray", None, "Address of a Ray cluster that makes the shards; 'auto' for this machine's."
+)
+flags.DEFINE_enum(
+    "deduplicate",
+    None,
+    ["exact", "minhash"],
+    "Leave out texts that equal an earlier one, or nearly do. All texts are read once before, and "
+    "OUT/duplicates.jsonl lists those that are left out.",
+)
+flags.DEFINE_float(
+    "minhash_threshold",
+    0.8,
+    "Similarity from which --deduplicate=minhash leaves a text out: the share of five successive "
+    "words that both have.",
+)
+flags.DEFINE_float(
+    "fim_rate", None, "Share of the documents to rearrange for filling in the middle."
+)
+flags.DEFINE_float("fim_spm_rate", 0.5, "Share of these in the order suffix, prefix, middle.")
+flags.DEFINE_list(
+    "fim_tokens",
+    None,
+    "Tokens before prefix, middle and suffix, separated by commas; default: common names.",
 )
 flags.DEFINE_bool("gzip_baseline", False, "Record the documents' size under gzip -9 (slow).")
 
@@ -83,14 +105,34 @@ def _make(
     return pretokenize(*target, **settings)
 
 
+def _without_duplicates(source: RowSource, out: OutFolder) -> RowSource:
+    from data_tools.pretokenize.duplicates import duplicates_in
+
+    if FLAGS.deduplicate == "minhash" and importlib.util.find_spec("rensa") is None:
+        raise ValueError("--deduplicate=minhash needs a package: pip install 'lmlib[minhash]'")
+    file = out.path / "duplicates.jsonl"
+    settings: dict[str, Any] = {"workers": shared_flags.workers(), "progress": ProgressLine()}
+    found = duplicates_in(file, source, FLAGS.deduplicate, FLAGS.minhash_threshold, **settings)
+    removed, share = len(found.removed), len(found.removed) / max(found.documents, 1)
+    print(f"duplicates: {removed:,} of {found.documents:,} texts, {share:.1%}, in {file}\n")
+    return found.without(source)
+
+
 def make_splits(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     command_line.check_no_arguments(arguments)
     skipped = SkippedRows()
     out = OutFolder(FLAGS.out)
     parts = shared_flags.parts()
-    source = shared_flags.texts()
     tokenizer = shared_flags.tokenizer()
+    if FLAGS.fim_rate is not None:
+        from data_tools.pretokenize.fill_in_the_middle import FillInTheMiddle
+
+        fim = (FLAGS.fim_rate, FLAGS.fim_spm_rate, FLAGS.fim_tokens)
+        tokenizer = FillInTheMiddle(tokenizer, *fim)
+    source = shared_flags.texts()
+    if FLAGS.deduplicate is not None:
+        source = _without_duplicates(source, out)
     for count, (split, part, share) in enumerate(parts):
         begun = time.monotonic()
         tokens = FLAGS.max_tokens

@@ -81,7 +81,7 @@ def pretokenize_shard(
         tokenizer,
         out,
         split,
-        described=source.description | {"max_tokens": max_tokens},
+        described=source.description | {"max_tokens": max_tokens} | dict(tokenizer.settings),
         framing=(tokenizer.bos_id, tokenizer.eos_id),
         shards=shards,
         part=part,

@@ -24,7 +24,7 @@ class EmptySourceError(ValueError):
 
 def write_shard(
     source: RowSource,
-    recipe: Recipe,
+    recipe: Recipe[EncodedBlock],
     tokenizer: Tokenizer,
     out: str | Path | OutFolder,
     split: str,

@@ -57,12 +57,12 @@ def array_record_blocks(
     """Yields the records that begin in bytes [start, stop) of `size`, if all have equal sizes.
 
     `position` is the number of a record. Raises OSError, naming the file, if it is truncated or
-    damaged, ImportError without the package `array_record`.
+    damaged, ValueError without the package `array_record`.
     """
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
-        raise ImportError(f"{path} needs a package: pip install 'lmlib[array-record]'") from error
+        raise ValueError(f"{path} needs a package: pip install 'lmlib[array-record]'") from error
     try:
         reader = ArrayRecordReader(str(path))
         if not reader.ok():

@@ -57,7 +57,7 @@ def may_be_file(name: str) -> bool:
 
 
 class Files:
-    """The rows of files, in order: those that `READERS` knows, and whole text files.
+    """The rows of files, in order, by `READERS`; a text file is one row.
 
     Most may also end in .gz or .zst. Shards are equal shares of the files'
     bytes. A part of a file that can be read independently (a line, a row group, a whole file that
@@ -194,7 +194,7 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
             if not file.is_dir()
             and (_is_hidden(Path(glob)) or not _is_hidden(file.relative_to(path)))
         )
-        # The index of MDS shards repeats what they say themselves.
+        # MDS shards describe themselves, so their index is not needed.
         folders = {file.parent for file in found if kind(file) in MOSAIC}
         found = [file for file in found if file.name != INDEX or file.parent not in folders]
         if not found:

@@ -77,7 +77,7 @@ def _samples(path: Path, stream: Any, begin: int, field: Field) -> Iterator[tupl
                     content = archive.extractfile(member)
                     assert content is not None, "a regular file"
                     columns[column] = content.read()
-            # An archive ends with two blocks of zeros, of which the first was read.
+            # An archive ends with two blocks of zeros; the first was read.
             if not archive.fileobj.read(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("unexpected end of data")
     except (tarfile.TarError, EOFError) as error:

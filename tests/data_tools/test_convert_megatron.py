@@ -10,6 +10,7 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_data import write_megatron
 
 from data_tools.convert.megatron import MegatronSplit, megatron_prefix
 from data_tools.convert.to_lmlib import to_lmlib
@@ -19,25 +20,6 @@ from lmlib.data.stored.metadata import DamagedDataError, read_split
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "megatron"
 DOCUMENTS = [[5, 6, 7, 0], [65_000, 1, 0], [0]]  # and one without tokens
-CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
-
-
-def write(prefix, documents, dtype="<i4"):
-    """Each document is a list of sequences of tokens."""
-    sequences = [sequence for document in documents for sequence in document]
-    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
-    begins = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
-    firsts = np.cumsum([0, *map(len, documents)])
-    prefix.with_suffix(".bin").write_bytes(np.concatenate([*sequences, []]).astype(dtype).tobytes())
-    prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\0\0"
-        + np.array([1], "<u8").tobytes()
-        + bytes([CODES[dtype]])
-        + np.array([len(sequences), len(firsts)], "<u8").tobytes()
-        + lengths.tobytes()
-        + begins.astype("<i8").tobytes()
-        + firsts.astype("<i8").tobytes()
-    )
 
 
 def convert(prefix, out, **settings):
@@ -52,6 +34,7 @@ def stored_documents(path):
     return [piece.tolist() for piece in np.split(tokens, starts[1:])]
 
 
+@pytest.mark.landing
 def test_files_of_megatron_by_the_command(tmp_path):
     command = [sys.executable, "-m", "data_tools.convert", f"{GOLDEN}.bin", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -73,7 +56,7 @@ def test_files_of_megatron_by_the_command(tmp_path):
 )
 def test_any_documents(tmp_path_factory, documents, dtype, block_length):
     path = tmp_path_factory.mktemp("converted")
-    write(path / "in", documents, dtype)
+    write_megatron(path / "in", documents, dtype)
     joined = [list(itertools.chain(*document)) for document in documents]
     kept = [document for document in joined if document]
     ((made, dropped),) = convert(
@@ -84,7 +67,7 @@ def test_any_documents(tmp_path_factory, documents, dtype, block_length):
 
 
 def test_a_prefix_may_have_dots_and_one_of_the_suffixes(tmp_path):
-    write(tmp_path / "v1", [])
+    write_megatron(tmp_path / "v1", [])
     for suffix in (".bin", ".idx"):
         (tmp_path / f"v1{suffix}").rename(tmp_path / f"v1.2_text{suffix}")
     for name in ("v1.2_text", "v1.2_text.bin", "v1.2_text.idx"):
@@ -94,7 +77,7 @@ def test_a_prefix_may_have_dots_and_one_of_the_suffixes(tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     prefix = tmp_path / "data"
-    write(prefix, [[[1, 2], [3]], [[4]]])
+    write_megatron(prefix, [[[1, 2], [3]], [[4]]])
     index, tokens = (prefix.with_suffix(suffix).read_bytes() for suffix in (".idx", ".bin"))
     for stop in range(len(index)):
         prefix.with_suffix(".idx").write_bytes(index[:stop])
@@ -123,6 +106,6 @@ def test_damaged_files_are_named(tmp_path):
     ],
 )
 def test_numbers_that_are_not_tokens_are_refused(tmp_path, dtype, token, message):
-    write(tmp_path / "data", [[[token]]], dtype)
+    write_megatron(tmp_path / "data", [[[token]]], dtype)
     with pytest.raises(ValueError, match=message):
         MegatronSplit(tmp_path / "data")

@@ -6,6 +6,7 @@ from pathlib import Path
 import fiddle as fdl
 import jax
 from made_up_runs import leave_run
+from megatron_data import write_megatron
 from seqax_data import write_seqax
 from small_tokenizer import TEXTS, write_tokenizer_folder
 
@@ -50,6 +51,7 @@ def make_world(folder: Path) -> None:
     for split in ("train", "validation"):
         pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
     write_seqax(folder / "seqax", [[1, 2], [3, 4, 5]])
+    write_megatron(folder / "megatron", [[[1, 2], [3, 4]], [[5]]])
     _write_run(folder, vocab)
     write_sweep(folder / "sweep")
     write_ladder(folder / "ladder")
