@@ -64,7 +64,7 @@ EXTRAS = (
 # Attention with convolutions has 156, and 176 of the tests' lines; the core has 12 of them, which
 # let attention's products, norms and mixing be called one by one.
 # nanochat and the record have 2,050, and 980 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 72_335, 49_686
+MOST_LINES, MOST_LINES_OF_TESTS = 73_434, 50_417
 
 
 def in_a_new_process(code):
