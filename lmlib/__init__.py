@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from lmlib.losses.dpo import DPO as DPO
     from lmlib.losses.next_token import NextToken as NextToken
     from lmlib.losses.next_token import batch_loss as batch_loss
+    from lmlib.losses.preferences.cpo import CPO as CPO
+    from lmlib.losses.preferences.ipo import IPO as IPO
+    from lmlib.losses.preferences.kto import KTO as KTO
+    from lmlib.losses.preferences.orpo import ORPO as ORPO
+    from lmlib.losses.preferences.simpo import SimPO as SimPO
     from lmlib.models.decoder import Decoder as Decoder
     from lmlib.models.families.llama import llama as llama
     from lmlib.models.forward_context import ForwardContext as ForwardContext
@@ -31,7 +36,12 @@ if TYPE_CHECKING:
     from lmlib.train import make_step as make_step
 
 _HOMES = {
+    "CPO": "lmlib.losses.preferences.cpo",
     "DPO": "lmlib.losses.dpo",
+    "IPO": "lmlib.losses.preferences.ipo",
+    "KTO": "lmlib.losses.preferences.kto",
+    "ORPO": "lmlib.losses.preferences.orpo",
+    "SimPO": "lmlib.losses.preferences.simpo",
     "Compute": "lmlib.compute",
     "ForwardContext": "lmlib.models.forward_context",
     "Decoder": "lmlib.models.decoder",

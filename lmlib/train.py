@@ -74,7 +74,8 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         # Gradients of frozen weights are unused, so XLA removes their products.
         model = state.merge_params(trained)
         key = jax.random.fold_in(step_key, index)
-        sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
+        compute = training.compute
+        sums = sums_of(objective, model, state.reference_model, part, compute, key, **of_whole)
         of_model = {**sums.model.losses, **sums.model.statistics}
         if taken := of_model.keys() & sums.reported.keys():
             names = ", ".join(sorted(taken))
@@ -90,12 +91,15 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         part_gradients, reported = part_gradient(state.model, *indexed)
         return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
+    of_whole: dict[str, Any] = {}
     if microbatches == 1:
         # Without a loop, since XLA's TPU compiler would run its body twice.
         gradients, reported = part_gradient(state.model, 0, batch)
     else:
         nothing = jax.tree.map(jnp.zeros_like, state.model)
         parts = jnp.arange(microbatches), split(batch, microbatches)
+        models = state.whole_model, state.reference_model
+        of_whole = objective.of_whole_batch(*models, parts[1], training.compute)
         with jax.named_scope("microbatches"):
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
         reported = jax.tree.map(_total, reported, is_leaf=lambda each: hasattr(each, "combined"))

@@ -159,7 +159,9 @@ class _Verification:
             targets += int(np.count_nonzero(block_N))
             largest = max(largest, int(block_N.max()))
         if len(self.damages) == before:
-            self._expect(folder, "targets", shard.targets, targets)
+            labels = shard.documents // 2 if shard.content == "labelled" else 0  # some are false
+            if not shard.targets <= targets <= shard.targets + labels:
+                self._expect(folder, "targets", shard.targets, targets)
             if largest > 1:
                 self._add(folder / LOSS_MASK, f"holds {largest}, which is neither 0 nor 1")
 

@@ -30,6 +30,9 @@ flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_string("prompt_column", "prompt", "Column of prompts.")
 flags.DEFINE_string("response_column", "response", "Column of responses.")
 flags.DEFINE_bool("pairs", False, "Read a chosen and a rejected answer from each row.")
+flags.DEFINE_bool(
+    "labels", False, "Read an answer and its label, true if desirable, from each row."
+)
 flags.DEFINE_string(
     "template",
     None,
@@ -57,7 +60,10 @@ def make_splits(arguments: Sequence[str]) -> int:
         now = datetime.strptime(FLAGS.date, "%Y-%m-%d")
     except ValueError as error:
         raise ValueError(f"--date={FLAGS.date} is not a date such as 2024-07-26") from error
-    field = ConversationField(FLAGS.prompt_column, FLAGS.response_column, FLAGS.pairs)
+    if FLAGS.pairs and FLAGS.labels:
+        raise ValueError("--pairs and --labels exclude each other: give one of them")
+    columns = FLAGS.prompt_column, FLAGS.response_column
+    field = ConversationField(*columns, FLAGS.pairs, FLAGS.labels)
     source = shared_flags.rows(field)
     tokenizer = shared_flags.tokenizer()
     template = load_template(FLAGS.tokenizer, FLAGS.template)

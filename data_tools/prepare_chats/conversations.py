@@ -7,6 +7,7 @@ from typing import Any
 
 from data_tools.rows.block import Field
 from lmlib.data.chats.chat import Chat, Message, check_messages
+from lmlib.data.stored.metadata import Content
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 
@@ -27,19 +28,28 @@ _ROLES = {
 class ConversationField(Field):
     """Reads the conversation of a row, or with `pairs` the chosen and the rejected one, as JSON.
 
-    A conversation is the column `messages` or `conversations`, or a prompt and a response, each a
-    text or messages. Answers to choose from are `chosen` and `rejected`, each a text or messages:
-    if they begin with the assistant they follow the `prompt`, otherwise they are complete
-    conversations. `system` is the system's text before them, `tools` are JSON schemas.
+    With `labels` it has the column `label`, true if its last answer is desirable.
+
+    A conversation is the column `messages` or `conversations`, or a prompt and a response (or
+    `completion`), each a text or messages. Answers to choose from are `chosen` and `rejected`, each
+    a text or messages: if they begin with the assistant they follow the `prompt`, otherwise they
+    are complete conversations. `system` is the system's text before them, `tools` are JSON schemas.
     """
 
     prompt: str = "prompt"
     response: str = "response"
     pairs: bool = False
+    labels: bool = False
 
     @property
     def description(self) -> Any:
-        return {"prompt": self.prompt, "response": self.response, "pairs": self.pairs}
+        found = {"prompt": self.prompt, "response": self.response, "pairs": self.pairs}
+        return found | ({"labels": True} if self.labels else {})
+
+    @property
+    def content(self) -> Content:
+        """The kind of documents that the rows become."""
+        return "pairs" if self.pairs else "labelled" if self.labels else "conversations"
 
     def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
         try:
@@ -59,6 +69,10 @@ class ConversationField(Field):
                 messages = system + messages
             check_messages(messages)
             conversations.append({"messages": messages, "tools": tools})
+        if self.labels:
+            if not isinstance(label := row.get("label"), bool):
+                raise ValueError(f"its column 'label' is {label!r:.40}, neither true nor false")
+            conversations[0]["label"] = label
         return json.dumps(conversations)
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
@@ -70,9 +84,10 @@ class ConversationField(Field):
         for name in ("messages", "conversations"):
             if name in row:
                 return [_messages(row[name], USER)]
-        if self.prompt in row and self.response in row:
+        response = self.response if self.response in row else "completion"
+        if self.prompt in row and response in row:
             prompt = _messages(row[self.prompt], USER)
-            return [prompt + _messages(row[self.response], ASSISTANT)]
+            return [prompt + _messages(row[response], ASSISTANT)]
         advice = "name columns with --prompt_column and --response_column"
         if {"chosen", "rejected"} <= row.keys():
             advice = "give --pairs if there are answers to choose from"
@@ -90,7 +105,12 @@ class ConversationField(Field):
 
 def read_conversations(text: str) -> list[Chat]:
     """Parses the one or two conversations in a row's text, see `ConversationField`."""
-    return [chat_of(**each) for each in json.loads(text)]
+    return [chat_of(each["messages"], each["tools"]) for each in json.loads(text)]
+
+
+def read_label(text: str) -> bool:
+    """Parses the label in a row's text, see `ConversationField`."""
+    return bool(json.loads(text)[0]["label"])
 
 
 def chat_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Chat:

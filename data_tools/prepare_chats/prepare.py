@@ -12,14 +12,19 @@ import numpy as np
 
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
-from data_tools.prepare_chats.conversations import ConversationField, read_conversations
+from data_tools.prepare_chats.conversations import (
+    ConversationField,
+    read_conversations,
+    read_label,
+)
 from data_tools.prepare_chats.documents import Document, Plain, Templated
+from data_tools.prepare_chats.labelled import after_its_prompt, labelled
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.writing import write_shard
 from data_tools.rows.block import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
-from lmlib.data.stored.metadata import SplitMetadata, read_split
+from lmlib.data.stored.metadata import IN_TWOS, SplitMetadata, read_split
 
 # Handling of a conversation that is too long. drop: leave it out. cut_prompt: remove its beginning,
 # up to the first response at most. cut_turns: remove its end, after the last complete response.
@@ -63,7 +68,7 @@ def prepare_chats(
         raise ValueError(f"the rows of {source.description} are read as texts, not conversations")
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length must be at least 2, not {max_length}")
-    if field.pairs and overflow != "drop":
+    if field.content in IN_TWOS and overflow != "drop":
         raise ValueError(f"pairs are never cut: choose 'drop' for overflow, not {overflow!r}")
     if template is None and tokenizer.eos_id is None:
         raise ValueError(
@@ -100,7 +105,7 @@ def prepare_chats(
         folder,
         split,
         described=source.description | recorded,
-        content="pairs" if field.pairs else "conversations",
+        content=field.content,
         framing=framing,
         part=part,
         **settings,
@@ -110,7 +115,11 @@ def prepare_chats(
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """See `Recipe`: documents are conversations or parts of them, or the answers of pairs."""
+    """See `Recipe`: documents are conversations or parts of them, or the answers of pairs.
+
+    A labelled answer is followed by the answer of the row before it in the block, after the same
+    prompt.
+    """
 
     documents: Plain | Templated
     dtype: np.dtype
@@ -122,6 +131,7 @@ class ChatRecipe:
     def encode(self, block: Block) -> EncodedBlock:
         """Returns the block's conversations; a row without a response is among the bad rows."""
         bad_rows: list[tuple[int, Row]] = []
+        found: list[list[Document]] = []  # to keep or leave out together
         kept: list[Document] = []
         left_out = dict.fromkeys(_LEFT_OUT, 0)
         for row in block.rows(self.field):
@@ -138,9 +148,16 @@ class ChatRecipe:
                 continue
             if not documents or not all(each.is_target[1:].any() for each in documents):
                 bad_rows.append((0, Row(row.where, None, "has no response")))
+            elif self.field.labels:
+                found.append([labelled(documents[-1], read_label(row.text))])
             else:
-                for together in [documents] if self.field.pairs else [[one] for one in documents]:
-                    kept += self._fitting(together, left_out)
+                found += [documents] if self.field.pairs else [[one] for one in documents]
+        if self.field.labels:
+            answers = [answer for (answer,) in found]
+            others = answers[-1:] + answers[:-1]
+            found = [[a, after_its_prompt(a, o)] for a, o in zip(answers, others, strict=True)]
+        for together in found:
+            kept += self._fitting(together, left_out)
         ids = np.concatenate([np.zeros(0, self.dtype), *(each.ids for each in kept)])
         return EncodedBlock(
             tokens=ids.astype(self.dtype),

@@ -37,6 +37,8 @@ class Batch(eqx.Module):
     # in nats; None without a teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
+    # True at the first token of a desirable response's segment; None without labels.
+    labels: Bool[Array | np.ndarray, "batch seq"] | None = None
     # The order of the tokens, see `lmlib.row_order`; "plain" in a `Source`.
     order: str = eqx.field(static=True, default="plain")
     # True if each row is known to be one segment and then padding, so that attention needs no mask.
@@ -51,6 +53,8 @@ class Source(Protocol):
       teacher_k: ids listed by a teacher for each token; None, the default, without a teacher.
       pairs: True if documents are pairs of a chosen and a rejected answer, each pair in one row, as
         an odd segment and the next one. None, the default, for unknown.
+      labelled: True if documents are pairs of a labelled answer and another row's answer to the
+        same prompt, in the same way; batches then have `labels`. None for unknown.
       whole_rows: True if each row of every batch is one segment followed by padding.
     """
 
@@ -114,6 +118,11 @@ def teacher_k(source: Source) -> int | None:
 def holds_pairs(source: Source) -> bool | None:
     """Returns `pairs` of a source; None if it lacks the attribute."""
     return getattr(source, "pairs", None)
+
+
+def is_labelled(source: Source) -> bool | None:
+    """Returns `labelled` of a source; None if it lacks the attribute."""
+    return getattr(source, "labelled", None)
 
 
 def has_whole_rows(source: Source) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from lmlib.data.batch import Batch, packed_batch
 from lmlib.data.permutation import Shuffle
 from lmlib.data.stored.data_path import data_path, find_split
-from lmlib.data.stored.metadata import TOKENIZER_FILE, Content, check_tokenizer_file
+from lmlib.data.stored.metadata import IN_TWOS, TOKENIZER_FILE, Content, check_tokenizer_file
 from lmlib.data.stored.split import open_split
 from lmlib.storage.local_folder import folder_to_read, shown
 
@@ -50,7 +50,9 @@ class FlatTokens:
     Packed text: sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards. An epoch
     predicts every token except the very first once; the last sequence is padded. Conversations and
     pairs are never cut: a packed row holds the ones that fit, and padding. The chosen answer of a
-    pair has an odd segment id, and the rejected one the next id.
+    pair has an odd segment id, and the rejected one the next id; so have a labelled answer and the
+    other one to its prompt. Rows of these have at most S tokens, with the last one among the
+    inputs: a reward model reads there.
 
     Row r of step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence
     that the permutation keyed by (seed, epoch) puts at p % sequences.
@@ -119,7 +121,8 @@ class FlatTokens:
         self.tokens, self.documents = stored.tokens, stored.documents
         self.max_token_id, self.metadata = stored.max_token_id, stored.metadata
         self.content: Content = "text" if self.metadata is None else self.metadata.content
-        self.pairs = self.content == "pairs"
+        self.pairs, self.labelled = self.content == "pairs", self.content == "labelled"
+        in_twos = self.content in IN_TWOS
         self.tokenizer = None if self.metadata is None else self.metadata.tokenizer
         tokenizer_file = self._path / TOKENIZER_FILE
         self.tokenizer_path = tokenizer_file if tokenizer_file.is_file() else None
@@ -130,12 +133,13 @@ class FlatTokens:
                 self.bytes_per_target = self.metadata.bytes / self.metadata.targets
         if self.tokens < 2:
             raise ValueError(f"{folder} holds {self.tokens} tokens: at least 2 make a sequence")
-        if self.pairs and attend_across_documents:
+        if in_twos and attend_across_documents:
             raise ValueError(
                 f"{folder} holds pairs, whose answers must not see each other: leave "
                 "attend_across_documents out"
             )
-        self.whole_rows = attend_across_documents or not (packed or self.pairs)
+        self._unread = 0 if in_twos else 1  # tokens at the end of a row that are targets alone
+        self.whole_rows = attend_across_documents or not (packed or in_twos)
         self._rows = self._rows_of_documents()
         self.sequences = self._rows.rows
         together = self._rows_together(shuffled_length)
@@ -247,10 +251,12 @@ class FlatTokens:
                 tokens_BT[row, there] = tokens
                 begins_BT[row, there], targets_BT[row, there] = begins, targets
                 lengths_B[row] += len(tokens)
-        lengths_B = np.maximum(lengths_B - 1, 0)
+        lengths_B = np.maximum(lengths_B - self._unread, 0)
         batch = packed_batch(
             tokens_BT, begins_BT, lengths_B, targets_BT=targets_BT, **self._packing
         )
+        if self.labelled:
+            batch = replace(batch, labels=(begins_BT & targets_BT)[:, :-1])
         if listed is None:
             return batch
         ids, log_probabilities = listed()
@@ -281,4 +287,5 @@ class FlatTokens:
         from lmlib.data.whole_documents import whole_documents
 
         folder = str(self._path / self._split)
-        return whole_documents(self._stored, folder, self.sequence_length + 1, self._packed)
+        capacity = self.sequence_length + self._unread
+        return whole_documents(self._stored, folder, capacity, self._packed)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from lmlib.data.batch import Batch, Source, has_whole_rows, holds_pairs, teacher_k
+from lmlib.data.batch import Batch, Source, has_whole_rows, holds_pairs, is_labelled, teacher_k
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.data.text import HasText, TextCodec
@@ -88,7 +88,7 @@ class Continued:
         self.tokenizer = source.tokenizer
         self.bytes_per_target = source.bytes_per_target
         self.teacher_k = teacher_k(source)
-        self.pairs = holds_pairs(source)
+        self.pairs, self.labelled = holds_pairs(source), is_labelled(source)
         self.whole_rows = has_whole_rows(source)
         self._begin, self._first_row = begin, first_row
         self.batches: int | None = None  # without end

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.data.stored.metadata import IN_TWOS, DamagedDataError
 from lmlib.data.stored.split import StoredSplit
 
 
@@ -46,7 +46,8 @@ def whole_documents(
     """
     edges = stored.edges()
     content = "text" if stored.metadata is None else stored.metadata.content
-    if content == "pairs":
+    unread = 0 if content in IN_TWOS else 1  # tokens of a row that are no inputs
+    if content in IN_TWOS:
         if (np.diff(edges) < 2).any():
             raise DamagedDataError(f"{folder} holds documents of fewer than two tokens in pairs")
         edges = edges[::2]
@@ -54,10 +55,10 @@ def whole_documents(
     too_long = int((lengths_U > capacity).sum())
     if content != "text" and too_long:
         raise ValueError(
-            f"{too_long:,} of the {content} in {folder} have more than sequence_length + "
-            f"1 = {capacity:,} tokens, the longest {lengths_U.max():,}, and none is ever cut: "
-            f"take a sequence_length of {lengths_U.max() - 1:,}, or prepare the data again "
-            f"with --max_length={capacity}"
+            f"{too_long:,} of the {content} in {folder} have more than sequence_length"
+            f"{' + 1' if unread else ''} = {capacity:,} tokens, the longest {lengths_U.max():,}, "
+            f"and none is ever cut: take a sequence_length of {lengths_U.max() - unread:,}, or "
+            f"prepare the data again with --max_length={capacity}"
         )
     return arranged(edges, capacity, packed)
 

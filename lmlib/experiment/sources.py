@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.data.batch import Batch, Source, holds_pairs, teacher_k
+from lmlib.data.batch import Batch, Source, holds_pairs, is_labelled, teacher_k
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture
 from lmlib.data.resumable import Resumable
@@ -93,13 +93,17 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
             f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
             " data set's own tokenizer"
         )
-    who, pairs = type(objective).__name__, holds_pairs(source)
-    if pairs is not None and pairs != objective.compares_pairs:
-        raise ValueError(
-            f"{name} holds {'pairs of answers' if pairs else 'no pairs of answers'}, and "
-            f"{who} {'needs them' if objective.compares_pairs else 'none'}"
-            ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
-        )
+    who = type(objective).__name__
+    for kind, there, needs in (
+        ("pairs of answers", holds_pairs(source), objective.compares_pairs),
+        ("labelled answers", is_labelled(source), objective.reads_labels),
+    ):
+        if there is not None and there != needs:
+            raise ValueError(
+                f"{name} holds {'' if there else 'no '}{kind}, and {who} needs "
+                f"{'them' if needs else 'none'}: python -m data_tools.prepare_chats makes either; "
+                "--pairs is for lmlib.losses.dpo.DPO, --labels for lmlib.losses.preferences.kto.KTO"
+            )
     reads = objective.reads_stored_teacher
     if reads != (teacher_k(source) is not None):
         raise ValueError(
@@ -176,6 +180,8 @@ def _check_fields(what: str, batch: Batch, shape: tuple[int, int], k: int | None
     expected: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
         field: (shape, dtype) for field, dtype in _FIELDS.items()
     }
+    if batch.labels is not None:
+        expected["labels"] = (shape, np.bool_)
     if k is not None:
         expected |= {field: ((*shape, k), dtype) for field, dtype in _TEACHER_FIELDS.items()}
     for field, (size, dtype) in expected.items():

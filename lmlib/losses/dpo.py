@@ -9,10 +9,16 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric
+from lmlib.losses.objective import Metric, check_positive
 from lmlib.losses.pairs import PairedObjective, PairSums
-
-_REWARD = "β times the log-probability of the {} response, minus the reference's"
+from lmlib.losses.preferences.rewards import (
+    AGAINST_REFERENCE,
+    check_smoothing,
+    reward_metrics,
+    reward_sums,
+    smoothed,
+    times,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,9 @@ class DPO(PairedObjective):
         m = log π(chosen) - log π_ref(chosen) - log π(rejected) + log π_ref(rejected)
 
     With `label_smoothing` ε, the probability that a label is wrong, the loss is -(1 - ε) · log σ(β
-    · m) - ε · log σ(-β · m).
+    · m) - ε · log σ(-β · m). With `robust` it is (-(1 - ε) · log σ(β · m) + ε · log σ(-β · m)) /
+    (1 - 2 ε), which without wrong labels would have the same mean (Chowdhury et al. 2024,
+    arXiv:2403.00409, eq. 12).
 
     Reports means over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the fraction
     of pairs with m > 0; `chosen_reward` and `rejected_reward`, β · (log π - log π_ref), whose
@@ -37,6 +45,7 @@ class DPO(PairedObjective):
       reference_from: see `PairedObjective`.
       beta: β, the weight of the margin.
       label_smoothing: ε, at least 0 and below 0.5.
+      robust: True for the loss that corrects wrong labels in the mean.
     """
 
     rows_may_be_split = True
@@ -44,38 +53,22 @@ class DPO(PairedObjective):
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    robust: bool = False
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing must be at least 0 and below 0.5, got {self.label_smoothing}"
-            )
+        check_positive("beta", self.beta)
+        check_smoothing(self.label_smoothing)
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        return {
-            "loss": Metric("nats per pair", text="-log σ(reward margin), with label smoothing"),
-            "reward_margin": Metric("nats per pair", True, "chosen minus rejected reward"),
-            "reward_accuracy": Metric("of pairs", True, "pairs with a positive reward margin"),
-            "chosen_reward": Metric("nats per response", text=_REWARD.format("chosen")),
-            "rejected_reward": Metric("nats per response", text=_REWARD.format("rejected")),
-            "chosen_log_probability": Metric("nats per response", text="sum over its tokens"),
-            "rejected_log_probability": Metric("nats per response", text="sum over its tokens"),
-        }
+        return reward_metrics("-log σ(reward margin), with label smoothing", AGAINST_REFERENCE)
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
         assert pairs.gains is not None
-        margin_BS = self.beta * (pairs.gains.chosen_BS - pairs.gains.rejected_BS)
-        loss_BS = -(1 - self.label_smoothing) * jax.nn.log_sigmoid(margin_BS)
-        loss_BS -= self.label_smoothing * jax.nn.log_sigmoid(-margin_BS)
-        return {
-            "loss": loss_BS,
-            "reward_margin": margin_BS,
-            "reward_accuracy": (margin_BS > 0).astype(margin_BS.dtype),
-            "chosen_reward": self.beta * pairs.gains.chosen_BS,
-            "rejected_reward": self.beta * pairs.gains.rejected_BS,
-            "chosen_log_probability": pairs.log_p.chosen_BS,
-            "rejected_log_probability": pairs.log_p.rejected_BS,
-        }
+        rewards = times(self.beta, pairs.gains)
+        margin_BS = rewards.chosen_BS - rewards.rejected_BS
+        loss_BS = smoothed(margin_BS, self.label_smoothing)
+        if self.robust:
+            wrong_BS = self.label_smoothing * jax.nn.log_sigmoid(-margin_BS)
+            loss_BS = (loss_BS + 2 * wrong_BS) / (1 - 2 * self.label_smoothing)
+        return reward_sums(loss_BS, rewards, pairs.log_p)

@@ -52,6 +52,7 @@ class Objective(abc.ABC):
     # The metric that is -log p(target), nats per valid target, for bits per byte; optional.
     cross_entropy: ClassVar[str | None] = None
     compares_pairs: ClassVar[bool] = False  # True if documents are pairs of answers, each in a row
+    reads_labels: ClassVar[bool] = False  # True if documents are labelled answers
     trains_predictors: ClassVar[bool] = False  # True if the loss includes multi-token predictors
 
     model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -103,6 +104,15 @@ class Objective(abc.ABC):
             total += coefficient * (sums.model.losses[name].astype(jnp.float32) / positions)
         return total
 
+    def of_whole_batch(
+        self, model: Model, reference_model: Model | None, parts: Batch, compute: Compute
+    ) -> dict[str, Any]:
+        """Returns further arguments of `sums`, if the sums of a part depend on its whole batch.
+
+        `parts` are the parts of the batch, stacked: (parts, batch, seq).
+        """
+        return {}
+
     @abc.abstractmethod
     def sums(
         self,
@@ -122,9 +132,10 @@ def sums_of(
     batch: Batch,
     compute: Compute,
     key: PRNGKeyArray | None = None,
+    **of_whole_batch: Any,
 ) -> LossSums:
     """Calls `objective.sums`. Raises PartError if it returns no `LossSums` with all metrics."""
-    sums = objective.sums(model, reference_model, batch, compute, key)
+    sums = objective.sums(model, reference_model, batch, compute, key, **of_whole_batch)
     if not isinstance(sums, LossSums):
         raise PartError(
             f"{class_name(objective)}.sums must return LossSums, got a {type(sums).__name__}"
@@ -143,3 +154,9 @@ def check_fraction(name: str, value: float) -> None:
     """Raises ValueError if a setting is not at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError if a setting is not positive."""
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")

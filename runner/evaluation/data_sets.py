@@ -11,7 +11,13 @@ from data_tools.rows.block import TextField
 from data_tools.rows.files import Files
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.data_path import data_path, is_seqax_split
-from lmlib.data.stored.metadata import Content, read_split, shard_folders, tokenizers_differ
+from lmlib.data.stored.metadata import (
+    IN_TWOS,
+    Content,
+    read_split,
+    shard_folders,
+    tokenizers_differ,
+)
 from lmlib.evaluate.documents import Document
 from runner.config.text import nodes
 from runner.errors import ConfigError
@@ -133,5 +139,5 @@ def _stored(name: str, source: FlatTokens) -> StoredTokens:
 
 
 def _check_no_pairs(name: str, content: Content) -> None:
-    if content == "pairs":
+    if content in IN_TWOS:
         raise ConfigError(f"{name} holds pairs of answers, which have no loss: give other data")

@@ -108,7 +108,7 @@ def test_the_answers_of_a_pair_are_neighbours(tmp_path):
     with pytest.raises(ValueError, match="leave attend_across_documents out"):
         FlatTokens(str(tmp_path), "train", 1, 24, attend_across_documents=True)
     with pytest.raises(ValueError, match=r"1 of the pairs in .* = 11 tokens, .* longest 12,"):
-        FlatTokens(str(tmp_path), "train", 1, 10)
+        FlatTokens(str(tmp_path), "train", 1, 11)
 
 
 def test_too_long_conversations_are_refused(tmp_path):

@@ -55,7 +55,8 @@ def rows(path, *found, **columns):
 
 
 def prepare(path, *found, source=MARKED, **settings):
-    columns = {name: settings.pop(name) for name in ("pairs", "response") if name in settings}
+    names = "pairs", "labels", "response"
+    columns = {name: settings.pop(name) for name in names if name in settings}
     chosen = None if source is None else template(source)
     taken = rows(path, *found, **columns)
     return prepare_chats(taken, ByteTokenizer(), chosen, path / "out", "train", **settings)
@@ -75,7 +76,7 @@ def documents(path):
         for segment in range(1, int(batch.segment_ids.max()) + 1):
             here = np.flatnonzero(batch.segment_ids[0] == segment)
             ids, mask = batch.tokens[0, here].tolist(), batch.loss_mask[0, here].tolist()
-            last = [int(batch.targets[0, here[-1]])] if mask[-1] or segment % 2 == 0 else []
+            last = [int(batch.targets[0, here[-1]])] if mask[-1] else []
             pairs = zip(mask, batch.targets[0, here].tolist(), strict=True)
             runs = itertools.groupby(pairs, key=lambda pair: pair[0])
             targets = [text([id for _, id in run]) for is_target, run in runs if is_target]
@@ -274,6 +275,35 @@ def test_pairs_are_dropped_together(tmp_path):
     assert (made.documents, made.dropped_documents) == (2, 2)
     with pytest.raises(ValueError, match="pairs are never cut"):
         prepare(tmp_path / "cut", short, pairs=True, max_length=30, overflow="cut_turns")
+
+
+def test_labelled_answers_are_followed_by_the_answer_before(tmp_path):
+    """The first row's by the last one. Turns before the last are no targets."""
+    found = (
+        {"prompt": "a", "completion": "good", "label": True},
+        {"prompt": [ASKED, answer("what?"), ASKED], "completion": "bad", "label": False},
+        {"messages": [ASKED, answer("fine")], "label": True},
+        {"prompt": "a", "completion": "none", "label": None},
+    )
+    made = prepare(tmp_path, *found, labels=True, on_bad_row="skip")
+    assert (made.content, made.documents, made.skipped_rows) == ("labelled", 6, 1)
+    assert verify_split(tmp_path / "out/train") == []
+    shown = documents(tmp_path)
+    answers = [targets for _, targets in shown]
+    assert answers == [[f"{a}<|im_end|>"] for a in ("good", "fine", "bad", "good", "fine", "bad")]
+    for (text, _), (other, _) in zip(shown[::2], shown[1::2], strict=True):
+        begin = "<|im_start|>assistant\n"
+        assert text.rpartition(begin)[0] == other.rpartition(begin)[0]
+    source = FlatTokens(str(tmp_path / "out"), "train", 1, 4_000, seed=None)
+    batch = source.batch(0)
+    assert source.labelled and not source.pairs
+    rows, places = np.nonzero(batch.labels)
+    labels = {int(batch.segment_ids[row, at]) for row, at in zip(rows, places, strict=True)}
+    assert labels == {1, 5} and not batch.positions[rows, places].any()
+    text = prepare(tmp_path / "text", *found[:1], labels=True, source=None)
+    assert text.documents == 2  # the only row's other answer is its own
+    with pytest.raises(ValueError, match="'label' is None, neither true nor false"):
+        prepare(tmp_path / "bad", found[3], labels=True)
 
 
 LONG_CHATS = "{% if messages | length > 4 %}!{% endif %}" + UNMARKED

@@ -25,9 +25,11 @@ LARGEST_TOKENIZER = 256 << 20  # bytes; the largest vocabularies take 40 MB
 _DIGEST = '  "digest"'  # beginning of the second-last line of a signed file
 _Made = TypeVar("_Made")
 
-# The kind of documents of a split. Conversations and pairs have a loss mask and are never cut.
-# Document 2·i of pairs has the chosen answer, 2·i + 1 the rejected one.
-Content = Literal["text", "conversations", "pairs"]
+# The kind of documents of a split. All but text have a loss mask and are never cut. Document 2·i of
+# pairs has the chosen answer, 2·i + 1 the rejected one. Document 2·i of labelled answers has one,
+# with its label in the mask of the first token, and 2·i + 1 another row's answer to its prompt.
+Content = Literal["text", "conversations", "pairs", "labelled"]
+IN_TWOS = ("pairs", "labelled")
 
 
 class DamagedDataError(ValueError):
@@ -215,7 +217,7 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
             check_entries(record)
         if sorted(metadata.digests) != sorted(arrays_of(metadata.content)):
             raise ValueError(f"its digests are {metadata.digests!r:.40}")
-        if metadata.content == "pairs" and metadata.documents % 2:
+        if metadata.content in IN_TWOS and metadata.documents % 2:
             raise ValueError(f"its {metadata.documents} documents are not pairs")
         if shard_number(shard_folder) != (metadata.shard, metadata.shards):
             raise ValueError(f"it belongs to shard {metadata.shard} of {metadata.shards}")

@@ -30,6 +30,7 @@ from lmlib.data.stored.journal import (
 from lmlib.data.stored.metadata import (
     ARRAYS,
     FILE_NAME,
+    IN_TWOS,
     LOSS_MASK,
     TOKENIZER_FILE,
     Content,
@@ -175,6 +176,7 @@ class ShardWriter(FolderWriter):
 
         `tokens` must not change afterwards, since it may be kept until it fills a file.
         `loss_mask`: bool, the targets among the tokens; the first token of a document never is one.
+        Of labelled answers it is the label.
         `left_out`: counts added to metadata.json's `skipped_rows`, `dropped_documents` and so on.
 
         Raises ValueError for a token outside the vocabulary, an unexpected or missing loss mask,
@@ -191,6 +193,7 @@ class ShardWriter(FolderWriter):
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         is_target = np.ones(len(tokens), bool) if loss_mask is None else loss_mask.copy()
         is_target[firsts] = False
+        stored = loss_mask if self._metadata.content == "labelled" else is_target
         start = self.totals.tokens
         self.totals = self.totals + Totals(
             tokens=int(lengths.sum()),
@@ -202,7 +205,7 @@ class ShardWriter(FolderWriter):
             **left_out,
         )
         self._unmarked_lengths.append(lengths)
-        self._add([tokens] if loss_mask is None else [tokens, is_target], start)
+        self._add([tokens] if stored is None or loss_mask is None else [tokens, stored], start)
 
     def _save_journal(self) -> None:
         """See `FolderWriter`; the starts of the marked documents come first."""
@@ -281,7 +284,7 @@ def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarra
         raise ValueError(f"{content} {wanted}")
     if loss_mask is not None and loss_mask.shape != (lengths.sum(),):
         raise ValueError(f"a loss mask of {loss_mask.shape} does not fit {lengths.sum()} tokens")
-    if content == "pairs" and (len(lengths) % 2 or (lengths < 2).any()):
+    if content in IN_TWOS and (len(lengths) % 2 or (lengths < 2).any()):
         raise ValueError(
             f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are not pairs: each "
             "pair is two documents of at least two tokens, written together"

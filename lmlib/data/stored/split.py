@@ -23,7 +23,7 @@ from lmlib.data.stored.token_arrays import StoredArray, open_array, reading_cont
 
 _STARTS_AT_ONCE = 1 << 20  # read at once
 # The tokens (unsigned), the mask of document starts, and the mask of targets, which are in the loss
-# mask and not the first token of a document.
+# mask and not the first token of a document; of labelled answers the latter is True for labels.
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -69,6 +69,7 @@ class StoredSplit:
 
         tokens = [shard.tokens for shard in shards]
         self._tokens = opened("tokens", tokens)
+        self._labelled = metadata.content == "labelled"
         self._loss_masks = opened(LOSS_MASK, tokens) if metadata.content != "text" else []
         self._starts = opened("document_starts", [shard.documents for shard in shards])
         chunks = [-(-array.length // array.chunk_length) for array in self._tokens]
@@ -141,8 +142,10 @@ class StoredSplit:
             if starts is not None:
                 places = starts().astype(np.int64) - start
                 begins_N[places[(places >= 0) & (places < len(tokens_N))]] = True
-            targets_N = ~begins_N if mask is None else ~begins_N & (mask() != 0)
-            return tokens_N, begins_N, targets_N
+            if mask is None:
+                return tokens_N, begins_N, ~begins_N
+            marked_N = mask() != 0
+            return tokens_N, begins_N, marked_N if self._labelled else marked_N & ~begins_N
 
         return arrays
 
