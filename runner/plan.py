@@ -57,7 +57,7 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
-from lmlib.plan.planner import Report, WholeRun, plan, section, stderr_kept, versions
+from lmlib.plan.planner import Report, WholeRun, check, plan, section, stderr_kept, versions
 from lmlib.plan.search import advise, search, search_meshes
 from lmlib.plan.targets import Target
 from runner.aot import plan_cache as kept_plans
@@ -116,7 +116,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
         with stderr_kept():  # plugins write to stderr as they start
             devices = target.devices()
         experiment = built(cfg, devices)
-        experiment.check()
+        check(experiment, target)
     planned = {steps: _of_stage(stage, target, tell) for steps, stage in experiment.stages.items()}
     content = next(iter(planned.values()))[1] if len(planned) == 1 else _of_stages(planned)
     kept_plans.write(key, content)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from lmlib.data.batch import has_whole_rows
 from lmlib.experiment import Experiment
+from lmlib.models.matrices.mxfp8 import unsupported
 from lmlib.models.model import Model, longest_sequence
 from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.parallel.layout import COMPUTE, mesh_axes_for, num_shards
@@ -121,9 +122,9 @@ def plan(
     """Plans the train step of `experiment`, whose mesh is made of `target.devices()`.
 
     `tell` receives progress, a line at a time. `imbalance`, at least 1, is `Routing.imbalance`.
-    Raises ValueError if the parts of the experiment do not fit each other.
+    Raises ValueError as `check` does.
     """
-    experiment.check()
+    check(experiment, target)
     began = time.perf_counter()
     tell(f"compiling the step for {target}")
     with stderr_kept() as log:
@@ -171,6 +172,15 @@ def plan(
         seconds=round(seconds, 1),
         versions=versions(),
     )
+
+
+def check(experiment: Experiment, target: Target) -> None:
+    """Raises ValueError if the parts of `experiment` do not fit each other or `target`."""
+    experiment.check()
+    # The devices of the mesh are the compiler's, and may have kernels that the target's lack.
+    borrowed = target.compiler.platform != target.accelerator.platform
+    if borrowed and "mxfp8" in (experiment.compute.quantized or {}).values():
+        raise unsupported(target.accelerator.device_kinds[0])
 
 
 def cache_bytes(model: Model, dtype: str) -> dict[int, int]:

@@ -263,6 +263,14 @@ def test_another_vendors_compiler_plans_without_its_own_kernels(target, expected
     assert planned.compute.attention == expected
 
 
+@needs_gpu_compiler
+def test_products_that_another_vendors_card_lacks_are_refused():
+    target = parse("mi300x:1x1")
+    run = experiment(target, Compute(quantized={"mlp": "mxfp8"}))
+    with pytest.raises(ValueError, match=r"'mxfp8', which needs NVIDIA.*MI300X: use 'float8'"):
+        plan(run, target)
+
+
 def expansions(product, topology):
     """Warnings of the program of a product by group and its gradients."""
     target = parse(topology)

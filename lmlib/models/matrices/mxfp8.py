@@ -32,15 +32,20 @@ def check_devices(mesh: Mesh) -> None:
     device = mesh.devices.flat[0]
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "cpu" and not capability.startswith("10."):
-        raise ValueError(
-            "compute.quantized has 'mxfp8', which needs NVIDIA GPUs of compute capability 10 "
-            f"(B200), and the devices are {device.device_kind}: use 'float8', or leave it out"
-        )
+        raise unsupported(device.device_kind)
     if mesh.shape[STAGE] > 1:
         raise ValueError(
             f"compute.quantized has 'mxfp8', which pipelines do not support, and the mesh has "
             f"stage={mesh.shape['stage']}: use stage=1, or 'float8'"
         )
+
+
+def unsupported(device_kind: str) -> ValueError:
+    """Returns the error of devices that have no products of blocks."""
+    return ValueError(
+        "compute.quantized has 'mxfp8', which needs NVIDIA GPUs of compute capability 10 "
+        f"(B200), and the devices are {device_kind}: use 'float8', or leave it out"
+    )
 
 
 def block_scaled_product(
