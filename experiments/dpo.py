@@ -19,11 +19,13 @@ from experiments.lora import tiny as tiny
 from lmlib.adapters.lora import lora as with_lora
 from lmlib.experiment import Experiment
 from lmlib.losses.dpo import DPO
+from lmlib.losses.preferences.bradley_terry import BradleyTerry
 from lmlib.losses.preferences.cpo import CPO
 from lmlib.losses.preferences.ipo import IPO
 from lmlib.losses.preferences.kto import KTO
 from lmlib.losses.preferences.orpo import ORPO
 from lmlib.losses.preferences.simpo import SimPO
+from lmlib.models.reward import reward_model
 
 
 def config(
@@ -50,6 +52,13 @@ def ipo(cfg: fdl.Config[Experiment]) -> None:
 def kto(cfg: fdl.Config[Experiment]) -> None:
     """Single answers with labels, with a reference; the data is made with --labels."""
     cfg.objective = fdl.Config(KTO, reference_from=cfg.objective.reference_from)
+
+
+def reward(cfg: fdl.Config[Experiment]) -> None:
+    """A reward model of the base: adapters and a score that compares texts."""
+    cfg.model.of = fdl.Partial(reward_model, of=cfg.model.of)
+    cfg.trainable.besides = ("score",)
+    cfg.objective = fdl.Config(BradleyTerry)
 
 
 def cpo(cfg: fdl.Config[Experiment]) -> None:

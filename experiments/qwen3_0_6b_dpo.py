@@ -6,7 +6,7 @@
     python -m runner --fdl_config=experiments/qwen3_0_6b_dpo --workdir=/tmp/qwen3_0_6b_dpo
 
 Adapters train, as in experiments/qwen3_0_6b_lora.py; the reference is the model without them.
-docs/finetuning.md describes the format of preferences.jsonl.
+docs/preferences.md describes the format of preferences.jsonl.
 """
 
 import fiddle as fdl

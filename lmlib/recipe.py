@@ -105,18 +105,19 @@ class Recipe:
 
         Args:
           weights: the weights of `bare`, each in the form that `kept` returns, in the stored
-            layout. Their buffers are donated. Without heads of multi-token prediction, these are
-            new too.
+            layout. Their buffers are donated. Without heads of multi-token prediction, or a reward
+            model's score, these are new too.
         """
-        lacks_heads = hasattr(self.shapes, "predictors") and not hasattr(weights, "predictors")
-        if not has_adapters(self.shapes) and not lacks_heads:
+        more = "score" if hasattr(self.shapes, "score") else "predictors"
+        lacks_more = hasattr(self.shapes, more) and getattr(weights, more, None) is None
+        if not has_adapters(self.shapes) and not lacks_more:
             return weights
 
         def complete(weights: Any) -> Any:
             made = self.model(key=jax.random.key(self.seed))
-            if lacks_heads:
+            if lacks_more:
                 new = map_weights(self.kept, without_adapters(made))
-                weights = type(new)(weights, new.predictors)
+                weights = type(new)(weights, getattr(new, more))
             return with_bases(made, weights)
 
         placed = map_weights(

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh
 from jaxtyping import PRNGKeyArray
 
+from lmlib.hf.classifiers import classifier, is_classifier
 from lmlib.hf.folder import read_json
 from lmlib.hf.names import heads_in
 from lmlib.hf.tensor_files import tensor_names
@@ -43,6 +44,7 @@ from lmlib.models.families.hybrid import (
     qwen3_next,
 )
 from lmlib.models.multi_token import without_heads
+from lmlib.models.reward import RewardModel
 
 FAMILIES: tuple[Family, ...] = (
     shared.LLAMA,
@@ -125,6 +127,8 @@ def described_by(
             f"{where}: model_type {kind!r:.200} is not supported; there are {known}. One of your "
             "own is passed as families=, or to commands with --trust_module=MODULE"
         )
+    if is_classifier(content):
+        family = classifier(family)
     text, mesh = json.dumps(content, sort_keys=True), jax.sharding.get_abstract_mesh()
     return _described(family, text, where, mesh)
 
@@ -163,6 +167,7 @@ def family_of(
     for family in chosen:
         own = model if family.names.heads else without_heads(model)
         try:
+            family = classifier(family) if isinstance(model, RewardModel) else family
             content = {"model_type": family.model_type, **family.settings(own)}
             shapes = described_by(content, "config.json", [family]).shapes
         except ValueError as error:  # the family lacks a part, or config.json cannot say this

@@ -91,10 +91,12 @@ def load_weights(
     wanted = placed(model, names)
     table, head = (names.tensor_of(path) for path in ("embedding", "unembedding"))
     copies = repeated(model, names)
-    if model.unembedding is None:
-        copies[head] = table
-    # A model without heads leaves the folder's out, as transformers does.
+    # A model without heads leaves the folder's out, as transformers does; so does a reward model.
     left_out = () if hasattr(model, "predictors") else tuple(heads_in(there, names, layers))
+    if hasattr(model, "score"):
+        left_out += (head,)
+    elif model.unembedding is None:
+        copies[head] = table
     shapes = {
         name: each.shape
         for name, each in there.items()

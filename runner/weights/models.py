@@ -266,15 +266,16 @@ class SavedRun:
         """Returns the recipe of the run that saved the weights `there`.
 
         This is `recipe`, or `recipe` without adapters, or the run's own if both lack some weights,
-        or have heads of multi-token prediction that the run may lack.
+        or have heads of multi-token prediction, or a score, that the run may lack.
         """
 
         def plain(*, key: Any) -> Any:
             return without_adapters(recipe.model(key=key))
 
         bare = _paths(recipe.bare)
-        if there < bare and hasattr(recipe.bare, "predictors") and self.has_config:
-            return _in_float32(self.recipe)  # which may have no heads
+        has_more = hasattr(recipe.bare, "predictors") or hasattr(recipe.bare, "score")
+        if there < bare and has_more and self.has_config:
+            return _in_float32(self.recipe)  # which may have no heads, or no score
         if there <= bare:
             return _in_float32(dataclasses.replace(recipe, model=plain, groups=None))
         if there <= _paths(recipe.shapes) or not self.has_config:

@@ -12,6 +12,7 @@ from lmlib.models.differences import differences
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted
 from lmlib.models.multi_token import without_heads
+from lmlib.models.reward import RewardModel
 from lmlib.recipe import Recipe
 from runner.config.references import known_families
 from runner.errors import ConfigError
@@ -56,9 +57,11 @@ class LoadTarget:
         """Raises ConfigError unless `theirs`, without adapters, has the same shapes and settings.
 
         With the change "model", only the shapes must be the same. Heads of multi-token prediction
-        may be on one side only.
+        may be on one side only, and `theirs` may be the language model of a reward model.
         """
         ours = without_extra_heads(self.recipe.bare, theirs)
+        if isinstance(ours, RewardModel) and not isinstance(theirs, RewardModel):
+            theirs = RewardModel(theirs, None)
         found = list(differences(without_extra_heads(theirs, ours), ours))
         other_shapes = any(each.of_weights for each in found)
         if not found or (not other_shapes and "model" in self.allowed_changes):
@@ -93,7 +96,9 @@ class LoadTarget:
 
 
 def without_extra_heads(model: Any, other: Any) -> Any:
-    """Returns `model`, without its heads of multi-token prediction if `other` has none."""
+    """Returns `model` without its multi-token heads, or its score, if `other` has none."""
+    if isinstance(model, RewardModel):
+        return model if isinstance(other, RewardModel) else RewardModel(model, None)
     return model if hasattr(other, "predictors") else without_heads(model)
 
 

@@ -24,6 +24,7 @@ from lmlib.hf.load import load
 from lmlib.hf.save import save
 from lmlib.losses.dpo import DPO
 from lmlib.losses.pairs import Chosen, PairSums, Responses, WholeBatch
+from lmlib.losses.preferences.bradley_terry import BradleyTerry
 from lmlib.losses.preferences.cpo import CPO
 from lmlib.losses.preferences.ipo import IPO
 from lmlib.losses.preferences.kto import KTO
@@ -97,11 +98,11 @@ def labelled():
 
 
 @functools.cache
-def pairs():
-    """Two pairs in some rows, one in others."""
+def pairs(room=1):
+    """Two pairs in some rows, one in others; without `room` the last token is an input."""
     examples = golden()["examples"]
     rows = [[examples[i] for i in row] for row in golden()["rows"]]
-    return packed([[(p, answer) for p, c, r in row for answer in (c, r)] for row in rows])
+    return packed([[(p, answer) for p, c, r in row for answer in (c, r)] for row in rows], room)
 
 
 def reported(objective, batch, names, mesh, microbatches, tmp_path):
@@ -117,7 +118,7 @@ def reported(objective, batch, names, mesh, microbatches, tmp_path):
     policy, *references = (load(GOLDEN / name, mesh) for name in names)
     with jax.set_mesh(mesh):
         state = initial_state(policy, training)
-        if objective.uses_reference:
+        if references and objective.uses_reference:
             state = state.with_reference_model(references[0])
         step = functools.partial(train.gradient, training=training)
         gradients, found, count = jax.jit(step)(state, placed)
@@ -133,7 +134,7 @@ def check(name, metrics, gradients, names=NAMES):
     if name == "cpo_smooth" or name == "simpo":  # TRL computes none without a weight
         wanted.pop("cross_entropy", None)
     found = {each: metrics[each] for each in wanted}
-    assert len(found) >= 7 and found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    assert len(found) >= 4 and found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     of_cases = load_file(GOLDEN / "gradients.safetensors")
     begin = f"{name}:"
     of_case = {key.removeprefix(begin): x for key, x in of_cases.items() if key.startswith(begin)}
@@ -202,6 +203,7 @@ def test_a_reference_for_a_loss_without_one_is_refused():
         (SimPO, {"gamma": -1.0}, "gamma must not be negative"),
         (CPO, {"weight": -1.0}, "weight must not be negative"),
         (ORPO, {"beta": -1.0}, "beta must be positive, got -1"),
+        (BradleyTerry, {"center": -1.0}, "center must not be negative"),
         (KTO, {"undesirable_weight": -1.0}, "undesirable_weight must not be negative"),
     ],
 )
@@ -217,3 +219,34 @@ def test_orpo_is_finite_for_a_certain_answer():
     whole = WholeBatch(*jnp.ones(3))
     sums = PairSums(log_p, None, tokens, Chosen(one_BS, one_BS), whole)
     assert all(np.isfinite(each).all() for each in ORPO().of_pairs(sums).values())
+
+
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("name", "mesh", "microbatches"),
+    sentinels(
+        [("reward", {"context": 2}, 1)]
+        + [(n, *at) for n in ("reward", "reward_centered") for at in (({}, 1), (MANY, 2))],
+        lambda case: case == ("reward_centered", MANY, 2),
+    ),
+)
+def test_rewards_are_trls(name, mesh, microbatches, tmp_path):
+    """The last token of the last document is an input, which transformers reads."""
+    objective = BradleyTerry(center=0.05 if name == "reward_centered" else 0.0)
+    metrics, gradients = reported(
+        objective, pairs(room=0), ("reward",), mesh, microbatches, tmp_path
+    )
+    metrics["mean"] = (metrics["chosen_reward"] + metrics["rejected_reward"]) / 2
+    names = {"loss": "loss", "accuracy": "accuracy", "margin": "margin", "mean": "mean_reward"}
+    check(name, metrics, gradients, names)
+
+
+def test_batches_without_labels_are_refused():
+    model = load(GOLDEN / "policy")
+    with pytest.raises(ValueError, match="KTO needs labels in batches: prepare the data with"):
+        jax.eval_shape(lambda: KTO().sums(model, model, pairs(), Compute(dtype="float32")))
+
+
+def test_a_model_without_a_score_is_refused():
+    with pytest.raises(ValueError, match="BradleyTerry trains the score of a reward model"):
+        BradleyTerry().check(load(GOLDEN / "policy"), None, None)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import LossSums, Metric, check_positive
+from lmlib.losses.objective import Metric, check_positive
 from lmlib.losses.pairs import PairedObjective, PairSums
 from lmlib.losses.preferences.rewards import AGAINST_REFERENCE, reward_metrics
 
@@ -74,18 +74,10 @@ class KTO(PairedObjective):
                 found[name] = per_unit[name] / (share + (share == 0))
         return found | {"reward_margin": found["chosen_reward"] - found["rejected_reward"]}
 
-    def sums(
-        self, model: Any, reference_model: Any, batch: Any, *rest: Any, **more: Any
-    ) -> LossSums:
-        if batch.labels is None:
-            raise ValueError(
-                "KTO needs batches with labels: take FlatTokens of python -m "
-                "data_tools.prepare_chats --labels"
-            )
-        return super().sums(model, reference_model, batch, *rest, **more)
-
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        assert pairs.gains is not None and pairs.labels_BS is not None
+        assert pairs.gains is not None
+        if pairs.labels_BS is None:
+            raise ValueError("KTO needs labels in batches: prepare the data with --labels")
         gain_BS, good_BS = pairs.gains.chosen_BS, pairs.labels_BS
         kl = jnp.maximum(pairs.whole.rejected_gain / pairs.whole.pairs, 0)
         sign_BS = jnp.where(good_BS, 1.0, -1.0)

@@ -15,6 +15,7 @@ from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 from small_folder import assert_same_weights
 
+from experiments import dpo
 from experiments.base.pretraining import multi_token
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged
@@ -27,6 +28,7 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.matrices.lora import without_adapters
 from lmlib.models.multi_token import without_heads
+from lmlib.models.reward import RewardModel
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.axes import map_weights
@@ -247,6 +249,30 @@ def test_new_adapters_start_from_a_run(run, name):
     assert_same_weights(without_adapters(found), model)
     assert_same_weights(merged(found), model)  # they start at zero
     assert reference_model(cfg) is None  # of preferences the model without its adapters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["run", "folder", "rewards"])
+def test_a_reward_model_starts_from_any_model(run, tmp_path, base):
+    """Of a language model it takes all weights except the unembedding."""
+    workdir, model, data = run
+    reference = {"run": workdir, "folder": LLAMA}.get(base, tmp_path / "rewards")
+    if base == "folder":
+        model = hf.load(LLAMA)
+    elif base == "rewards":
+        model = RewardModel(model, 0.5 * model.embedding[0])
+        hf.save(model, reference)
+    cfg = based("dpo", reference, data, "compute.dtype=float32")
+    if base != "rewards":
+        dpo.reward(cfg)
+    text = flattened(cfg)
+    assert "lmlib.models.reward.reward_model (partial)" in text
+    found = without_adapters(first_weights(cfg))
+    assert_same_weights(RewardModel(found, None), RewardModel(model, None))
+    if base == "rewards":
+        np.testing.assert_array_equal(found.score, model.score)
+    else:
+        assert found.score.shape == model.embedding.shape[1:] and found.score.std() > 0
 
 
 def test_a_run_with_another_model_is_refused_by_names_and_values(run):
