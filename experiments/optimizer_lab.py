@@ -39,7 +39,7 @@ _METHODS = {
     "soap": (fdl.Partial(soap), 16e-3, None),
     "shampoo": (fdl.Partial(shampoo), 32e-3, None),
     "soap_muon": (fdl.Partial(soap_muon, dtype="float32"), 64e-3, None),
-    "dion": (fdl.Partial(dion), 64e-3, None),
+    "dion": (fdl.Partial(dion), 32e-3, None),
 }
 
 
