@@ -164,6 +164,7 @@ def abstract_batch(
     mesh: Mesh,
     teacher_k: int | None = None,
     whole_rows: bool = False,
+    labelled: bool = False,
 ) -> Batch:
     """Shapes, dtypes and `NamedSharding`s of a global batch; see `lmlib.data.batch.Source`."""
 
@@ -178,6 +179,8 @@ def abstract_batch(
         if teacher_k is not None:
             taught["teacher_ids"] = zeros(jnp.int32, teacher_k)
             taught["teacher_log_probabilities"] = zeros(jnp.float16, teacher_k)
+        if labelled:
+            taught["labels"] = zeros(bool)
         return Batch(*fields, order=order, whole_rows=whole_rows, **taught)
 
     rows = partition("batch seq", mesh=mesh)

@@ -15,7 +15,7 @@ from fractions import Fraction
 import jax
 import numpy as np
 
-from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
+from lmlib.data.batch import Batch, Source, has_whole_rows, is_labelled, teacher_k
 from lmlib.data.stages import check_alike, check_begins
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import HasText, TextCodec
@@ -84,7 +84,7 @@ class Mixture:
         first = next(iter(sources.values()))
         self.batch_size = first.batch_size
         self.sequence_length = first.sequence_length
-        self.teacher_k = teacher_k(first)
+        self.teacher_k, self.labelled = teacher_k(first), is_labelled(first)
         self.whole_rows = all(map(has_whole_rows, sources.values()))
         self.max_token_id = max(source.max_token_id for source in sources.values())
         self.batches = None

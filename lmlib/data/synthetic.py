@@ -33,8 +33,12 @@ class Synthetic:
         sequence_length: int,
         seed: int = 0,
         teacher_k: int | None = None,
+        labels: bool = False,
     ) -> None:
-        """`teacher_k`: ids listed per token by a synthetic teacher, which knows nothing."""
+        """`teacher_k`: ids listed per token by a synthetic teacher, which knows nothing.
+
+        `labels`: True for a label of each odd document; the first token decides.
+        """
         if vocab_size < 2:
             raise ValueError(f"Synthetic needs a vocab_size of at least 2, not {vocab_size}")
         for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
@@ -44,7 +48,7 @@ class Synthetic:
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.seed = seed
-        self.teacher_k = teacher_k
+        self.teacher_k, self.labelled = teacher_k, labels
         self.max_token_id = vocab_size - 1
         self.tokenizer = None
         self.batches = None
@@ -70,6 +74,9 @@ class Synthetic:
         tokens_BT = np.where(is_noise_BT, noise_BT, progression_BT)
         lengths_B = np.full(len(tokens_BT), self.sequence_length)
         batch = packed_batch(tokens_BT, starts_BT, lengths_B)
+        if self.labelled:
+            begins_BS = (batch.positions == 0) & (batch.segment_ids % 2 == 1)
+            batch = replace(batch, labels=begins_BS & (batch.tokens % 2 == 0))
         if self.teacher_k is None:
             return batch
         following = np.arange(self.teacher_k, dtype=np.int32)

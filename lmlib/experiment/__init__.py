@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
+from lmlib.data.batch import Batch, Source, has_whole_rows, is_labelled, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.validation import validation_metrics
 from lmlib.experiment.actions import Action, PeriodicCallback, StepEvent
@@ -254,7 +254,8 @@ class Experiment:
         """Returns shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
         sizes = data.batch_size, data.sequence_length
-        return abstract_batch(*sizes, self.mesh, teacher_k(data), has_whole_rows(data))
+        whole, labelled = has_whole_rows(data), bool(is_labelled(data))
+        return abstract_batch(*sizes, self.mesh, teacher_k(data), whole, labelled)
 
     def initial_state(self, model: Any = None, reference_model: Any = None) -> State:
         """Returns the state before the first step.

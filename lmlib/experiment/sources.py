@@ -96,7 +96,7 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
     who = type(objective).__name__
     for kind, there, needs in (
         ("pairs of answers", holds_pairs(source), objective.compares_pairs),
-        ("labelled answers", is_labelled(source), objective.reads_labels),
+        ("labelled answers", bool(is_labelled(source)), objective.reads_labels),
     ):
         if there is not None and there != needs:
             raise ValueError(

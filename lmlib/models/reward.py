@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -21,7 +22,7 @@ class RewardModel(Decoder):
     """A decoder with a vector `score` instead of an unembedding; transformers' classifiers.
 
     The reward of a text is `scores` at its last token. `lmlib.losses.preferences.bradley_terry`
-    trains it. It has no logits.
+    trains it. Its logits, by the table of embeddings, mean nothing.
     """
 
     rows_may_be_split = True
@@ -44,11 +45,8 @@ class RewardModel(Decoder):
             out_sharding=spec("batch seq"),
         )  # fmt: skip
 
-    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
-        raise ValueError(
-            "a reward model gives texts a number and has no logits: it cannot generate, and trains "
-            "with the objective lmlib.losses.preferences.bradley_terry.BradleyTerry"
-        )
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        raise ValueError("a reward model gives texts a number: it cannot generate")
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return self.stack.flops_per_token(sequence_length, causal)

@@ -30,9 +30,14 @@ def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
     cfg = copy.deepcopy(cfg)
     vocabulary = _found("model", getattr(cfg, "model", None), "vocab")
 
+    objective = getattr(cfg, "objective", None)
+    of = fdl.get_callable(objective) if isinstance(objective, fdl.Buildable) else None
+    labels = getattr(of, "reads_labels", False)
+
     def made_up(data: Any) -> fdl.Config:
         sizes = {name: _found("data", data, name) for name in _SIZES}
-        return fdl.Config(Synthetic, vocab_size=vocabulary, teacher_k=_teacher_k(data), **sizes)
+        kind = {"teacher_k": _teacher_k(data), "labels": labels}
+        return fdl.Config(Synthetic, vocab_size=vocabulary, **kind, **sizes)
 
     for part in (cfg, *later_stages(cfg)):
         part.data = made_up(getattr(part, "data", None))

@@ -175,6 +175,7 @@ def test_kto_is_trls(name, mesh, microbatches, tmp_path):
     check(name, metrics, gradients, NAMES | {"kl": "kl"})
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_each_target_once():
     """Batches of other sizes have the means of all pairs, and of all targets."""
     objective, whole = ORPO(beta=0.4), pairs()

@@ -41,10 +41,8 @@ def make_world(folder: Path) -> None:
         "\n".join(json.dumps({"messages": [*CHAT, {"role": "user", "content": f"{i}?"}, CHAT[1]]})
                   for i in range(80))
     )  # fmt: skip
-    labelled = {"prompt": "Which?", "completion": "The apple."}
-    (folder / "labelled.jsonl").write_text(
-        "\n".join(json.dumps({**labelled, "label": i % 3 == 0}) for i in range(80))
-    )
+    labelled = ({"prompt": f"{i}?", "completion": "An apple.", "label": i > 9} for i in range(80))
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     vocab = write_tokenizer_folder(folder / "templated", begins=True)
     byte_level = train_byte_level_bpe(TEXTS, 300)

@@ -306,16 +306,23 @@ def test_a_run_with_adapters_can_be_the_base_of_each_experiment(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora", "dpo", "distil"])
+@pytest.mark.parametrize("name", ["lora", "dpo", "orpo", "kto", "reward", "distil"])
 def test_each_experiment_trains_two_steps_on_a_run(run, tmp_path, name):
     workdir, _, data = run
     of_a_base = name != "distil"
-    cfg = based(name, workdir, data, *TWO_STEPS) if of_a_base else distilled(workdir, data)
-    if name == "dpo":  # the run's data has no pairs
-        cfg.data = fdl.Config(Synthetic, vocab_size=258, batch_size=8, sequence_length=24)
+    loss = {"orpo": dpo.orpo, "kto": dpo.kto, "reward": dpo.reward}.get(name)
+    base = name if loss is None else "dpo"
+    cfg = based(base, workdir, data, *TWO_STEPS) if of_a_base else distilled(workdir, data)
+    if loss is not None:
+        loss(cfg)
+    if loss is not None or name == "dpo":  # the run's data has no pairs
+        sizes = {"vocab_size": 258, "batch_size": 8, "sequence_length": 24}
+        cfg.data = fdl.Config(Synthetic, **sizes, labels=name == "kto")
         cfg.validation = fdl.copy_with(cfg.data, seed=1)
     result = fit(cfg, tmp_path / "run")
-    told = {"lora": "training loss", "dpo": "training DPO loss", "distil": "training distillation"}
-    assert told[name] in result.summary.text(tmp_path, "")
+    told = {"lora": "", "distil": "distillation ", "reward": "reward "}.get(
+        name, f"{name.upper()} "
+    )
+    assert f"training {told}loss" in result.summary.text(tmp_path, "")
     assert (result.summary.validation_loss is not None) == of_a_base
     assert fit(cfg, tmp_path / "run").summary.steps == 2  # and it is found again
