@@ -60,13 +60,13 @@ EXTRAS = (
 # Experts on GPUs, eight bits and plan's errors have 800, and 430 of the tests' lines. AdEMAMix,
 # schedule-free learning, tail averages, states in 8 bits and QK-clip have 730, and 500 of the
 # tests' lines.
-# Shampoo, SOAP-Muon, Dion and the table of all optimizers have 390, and 450 of the tests' lines.
+# Shampoo, SOAP-Muon, Dion and the table of all optimizers have 390, and 490 of the tests' lines.
 # Attention with convolutions has 156, and 176 of the tests' lines; the core has 12 of them, which
 # let attention's products, norms and mixing be called one by one.
 # Losses of preferences have 980, and 600 of the tests' lines; the core has 55 of them, which read
 # labelled answers and let a loss of a microbatch depend on its whole batch.
 # nanochat and the record have 2,050, and 980 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 74_446, 51_077
+MOST_LINES, MOST_LINES_OF_TESTS = 74_446, 51_110
 
 
 def in_a_new_process(code):
