@@ -10,12 +10,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.matrices.int8 import in_int8
+from lmlib.models.matrices.int8 import Int8, in_int8
 from lmlib.models.matrices.lora import has_adapters, with_bases, without_adapters
+from lmlib.models.matrices.mxfp4 import Mxfp4, in_mxfp4
+from lmlib.models.matrices.nf4 import Nf4, in_nf4
 from lmlib.models.weights import creator, quick_to_compile
 from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, PartError, Weight, map_weights
 from lmlib.parallel.layout import storage_spec
+from lmlib.parallel.matrix import Matrix, dense
+
+# Kinds of frozen matrices beside arrays, by `frozen_dtype`.
+MATRICES: dict[str, tuple[Any, Callable[[Weight, Any], Any]]] = {
+    "int8": (Int8, in_int8),
+    "nf4": (Nf4, in_nf4),
+    "mxfp4": (Mxfp4, in_mxfp4),
+}
+
+_dense = jax.jit(dense)  # otherwise each step would make an array of the whole matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +58,26 @@ class Recipe:
     def _make_from(self, seed: int | Array) -> Any:
         return map_weights(self.kept, self.model(key=jax.random.key(seed)))
 
-    def kept(self, weight: Weight, array: Array) -> Any:
-        """Converts `array` of `weight` to the dtype in which the run stores it.
+    def kept(self, weight: Weight, array: Any) -> Any:
+        """Converts `array` of `weight`, or a matrix from a file, to the form that the run stores.
 
         Weights that train stay the same. Others have the dtype that they declare, else
-        `frozen_dtype`. "int8" stores them in 8 bits if `lmlib.models.matrices.int8.in_int8`
-        supports it, else in bfloat16.
+        `frozen_dtype`. A kind of `MATRICES` stores them in 8 or 4 bits if its function supports
+        them, else in bfloat16.
         """
-        if self.trained is None or weight.path in self.trained:
+        frozen = self.trained is not None and weight.path not in self.trained
+        kind, convert = MATRICES.get(self.frozen_dtype, (None, None))
+        if frozen and kind is not None and isinstance(array, kind):
+            return array
+        if isinstance(array, Matrix):
+            array = _dense(array)
+        if not frozen:
             return array
         if weight.declaration.dtype is not None:
             return array.astype(weight.declaration.dtype)
-        if self.frozen_dtype == "int8":
-            return in_int8(weight, array.astype("bfloat16"))
-        return array.astype(self.frozen_dtype)
+        if convert is None:
+            return array.astype(self.frozen_dtype)
+        return convert(weight, array.astype("bfloat16") if kind is Int8 else array)
 
     @functools.cached_property
     def shapes(self) -> Any:

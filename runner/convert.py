@@ -37,7 +37,12 @@ _BASE = flags.DEFINE_string(
 _ADAPTERS = flags.DEFINE_bool(
     "adapters", False, "Export the adapters and the other trained weights."
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Export: dtype of the files.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    None,
+    [*DTYPES, "nf4", "mxfp4"],
+    "Export: dtype of the files; nf4 and mxfp4 store matrices in 4 bits.",
+)
 _LARGEST_FILE = flags.DEFINE_float(
     "largest_file", 5.0, "Export: approximate maximum size of a file, in GB.", 1e-6
 )

@@ -70,8 +70,8 @@ class Experiment:
         smaller model; `None` uses them unchanged.
       trainable: the weights that train, in groups by name. The others are frozen: they have no
         gradient, no moments and no float32 copy. `None` trains all.
-      frozen_dtype: dtype of frozen weights; "int8" keeps matrices in 8 bits. `None` takes the
-        compute dtype.
+      frozen_dtype: dtype of frozen weights; "int8" keeps matrices in 8 bits, and "nf4" and "mxfp4"
+        in 4 bits. `None` takes the compute dtype.
       average: an average of the trained weights, kept in the state; `None` for none.
       microbatches: parts of a batch whose gradients are accumulated for one update.
       guard: decides which updates are skipped.

@@ -22,9 +22,10 @@ from lmlib.models.model import check_is_model, check_length
 from lmlib.models.part import Part
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.check import check_batch, check_model
+from lmlib.recipe import MATRICES
 
 _SETTINGS = ("compute", "guard", "evaluation", "checkpoints", "samples")
-_FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_FROZEN_DTYPES = ("float32", "bfloat16", "float16", *MATRICES)
 _LEAST = {
     "steps": 1,
     "microbatches": 1,

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.hf.classifiers import classifier, is_classifier
 from lmlib.hf.folder import read_json
+from lmlib.hf.four_bit import reads
 from lmlib.hf.names import heads_in
 from lmlib.hf.tensor_files import tensor_names
 from lmlib.models.decoder import Decoder
@@ -105,6 +106,8 @@ def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
     """
     file = folder / "config.json"
     content = read_json(file)
+    if reads(content):  # tensors in 4 bits, which are read whatever the settings are
+        del content["quantization_config"]
     names = [each.names for each in families if each.model_type == content.get("model_type")]
     layers = content.get("num_hidden_layers")
     if names and names[0].heads and type(layers) is int:

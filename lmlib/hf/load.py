@@ -20,15 +20,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import ArrayLike, DTypeLike
 
 from lmlib.hf.families import FAMILIES, described
+from lmlib.hf.four_bit import Packed, Values, with_packed
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Piece, Share, check_complete, heads_in, least_count, placed, repeated
+from lmlib.hf.names import (
+    Piece,
+    Placed,
+    Share,
+    check_complete,
+    heads_in,
+    least_count,
+    placed,
+    repeated,
+)
 from lmlib.hf.tensor_files import DTYPES, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.family import Family, Names
 from lmlib.models.families.hugging_face.settings import FolderError
+from lmlib.models.matrices.four_bit import FourBit
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import storage_spec
+from lmlib.parallel.matrix import dense
 from lmlib.parallel.mesh import make_mesh
 
 Progress = Callable[[int, int], None]
@@ -72,14 +84,17 @@ def load_weights(
     names: Names,
     mesh: Mesh,
     progress: Progress | None = None,
-    kept: Kept = lambda weight, array: array,
+    kept: Kept | None = None,
 ) -> Any:
     """Like `load`, for a model with known shapes and dtypes.
 
     Args:
       kept: converts each layer's array, for example to another dtype. It must not change layouts.
+        It also gets matrices in 4 bits, if the folder has them.
     """
-    there = {names.usual(name): tensor for name, tensor in stored_tensors(folder).items()}
+    there = with_packed(
+        {names.usual(name): tensor for name, tensor in stored_tensors(folder).items()}
+    )
     layers, alike = least_count(model, names)
     if alike > len(there):  # checked before each of them is looked for
         raise FolderError(
@@ -112,17 +127,23 @@ def load_weights(
     places = _places(model, mesh)
     weights: dict[str, Any] = {}
     parts: dict[tuple[str, int | None], _Parts] = collections.defaultdict(dict)
-    total = sum(there[tensor.name].end - there[tensor.name].offset for tensor in wanted)
+    total = sum(there[tensor.name].bytes for tensor in wanted)
     read = 0
     for tensor in wanted:
         source = there[tensor.name]
-        flat = _read(tensor.name, source, mesh)
+        packed = _packed(source, mesh) if isinstance(source, Packed) else None
+        flat = _read(tensor.name, source, mesh) if packed is None else None
         done: list[Any] = []
         for piece in tensor.pieces:
             path, repetition, share, fixed = piece
             place = places[path]
             layout = place.layout_of(piece)
-            array = _cut(flat, tensor.shape, share, layout, place.dtype)
+            array: Any = None
+            if packed is not None and not fixed:
+                array = _matrix(packed, tensor, share, place)
+            if array is None:
+                flat = packed.expanded() if flat is None and packed is not None else flat
+                array = _cut(flat, tensor.shape, share, layout, place.dtype)
             if fixed:
                 own = parts[path, repetition]
                 own[tuple(index for _, index in fixed)] = array
@@ -133,7 +154,7 @@ def load_weights(
                 axes = tuple(axis for axis, _ in fixed)
                 ordered = [together[index] for index in sorted(together)]
                 array = _together(ordered, axes, place.shape, place.layout)
-            array = kept(place.weight, array)
+            array = (kept or whole)(place.weight, array)
             if repetition is None:
                 weights[path] = array
             else:
@@ -144,7 +165,7 @@ def load_weights(
             done.append(weights[path])
         # Otherwise the host would read ahead and hold tensors that are not on the devices yet.
         jax.block_until_ready(done)
-        read += source.end - source.offset
+        read += source.bytes
         if progress is not None:
             progress(read, total)
     return map_weights(lambda weight, _: weights[weight.path], model)
@@ -155,13 +176,15 @@ def _with_base(name: str, names: Names) -> str:
 
 
 def _check_same(
-    folder: Path, there: Mapping[str, Stored], copy: str, table: str, mesh: Mesh
+    folder: Path, there: Mapping[str, Stored | Packed], copy: str, table: str, mesh: Mesh
 ) -> None:
     """Raises FolderError if a copy differs: of a tied table, or of what multi-token heads share.
 
     `transformers` would use a head that differs from a tied table.
     """
     one, other = there[copy], there[table]
+    if isinstance(one, Packed) or isinstance(other, Packed):
+        raise FolderError(f"{folder}: {copy} or {table} is in 4 bits, where tables are not read so")
     if one.shape != other.shape or not _same(_read(copy, one, mesh), _read(table, other, mesh)):
         raise FolderError(
             f"{folder}: {copy} differs from {table}, but "
@@ -240,15 +263,41 @@ def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
 
     Raises FolderError if a value is not finite.
     """
+    values = _flat(source, mesh)
+    check_finite(name, source, values)
+    return values
+
+
+def _flat(source: Stored, mesh: Mesh) -> jax.Array:
     padded, layout = shares(source.size, mesh)
 
     def share(index: Any) -> np.ndarray:
         start, end, _ = index[0].indices(padded)
         return source.read(min(start, source.size), min(end, source.size), room=end - start)
 
-    values = jax.make_array_from_callback((padded,), layout, share)
-    check_finite(name, source, values)
-    return values
+    return jax.make_array_from_callback((padded,), layout, share)
+
+
+def _packed(source: Packed, mesh: Mesh) -> Values:
+    return Values(source, *(_flat(each, mesh) for each in (source.codes, source.scales)))
+
+
+def _matrix(packed: Values, tensor: Placed, share: Share, place: "_Place") -> FourBit | None:
+    """The weight with the codes of the folder, if its blocks are whole on each device."""
+    parts = packed.parts_of(tensor, share, place.weight, place.layout)
+    if parts is None:
+        return None
+    cut = [_cut(flat, shape, own, place.layout, np.dtype(np.uint8)) for flat, shape, own in parts]
+    return packed.matrix(place.weight, place.shape, cut)
+
+
+# Jitted: otherwise each step would make an array of the whole matrix.
+_dense = jax.jit(dense)
+
+
+def whole(_: Weight, array: Any) -> jax.Array:
+    """Returns a weight as one array."""
+    return _dense(array) if isinstance(array, FourBit) else array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

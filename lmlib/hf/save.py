@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lmlib.hf import four_bit
 from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
@@ -30,6 +31,7 @@ from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.selection import named_weights
 from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 from lmlib.storage.stored_json import parse_json
 
@@ -83,7 +85,9 @@ def save(
         Phi-3. `None`: the first of them.
       tokenizer: a folder with a tokenizer's files, or a tokenizer.json; they are copied.
       dtype: dtype of the file, "bfloat16", "float16" or "float32"; `None`: the weights' dtype,
-        which keeps every value. Tensors that the family keeps in float32 stay in float32.
+        which keeps every value. Tensors that the family keeps in float32 stay in float32. "nf4"
+        writes matrices of layers as bitsandbytes does, "mxfp4" experts of gpt-oss, and all else in
+        bfloat16; the rounding to 4 bits is not in the result.
       longest: the longest sequence in training, written as `max_position_embeddings` unless the
         model itself defines that.
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
@@ -93,8 +97,10 @@ def save(
     """
     folder, model = Path(folder), without_load(model)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
-    if dtype not in NAMES_OF_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
+    if dtype not in (*NAMES_OF_DTYPES, *four_bit.KINDS):
+        known = ", ".join((*NAMES_OF_DTYPES, *four_bit.KINDS))
+        raise ValueError(f"dtype must be one of {known}, got {dtype!r}")
+    kind, dtype = (dtype, "bfloat16") if dtype in four_bit.KINDS else (None, dtype)
     family, content = family_of(model, model_type, families)
     model = model if family.names.heads else without_heads(model)
     texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
@@ -113,17 +119,26 @@ def save(
     by_name = {each.name: each for each in wanted}
     copies = repeated(model, family.names)
     wanted += [by_name[of]._replace(name=name) for name, of in copies.items()]
+    packed = {} if kind is None else _in_four_bits(model, wanted, kind)
+    if kind is not None:
+        if not packed:
+            raise ValueError(f"no tensor of {family.model_type} can be written in {kind}")
+        routers = [n for n in by_name if n not in packed and n.endswith("router.weight")]
+        kept = ["lm_head", *(name.removesuffix(".weight") for name in routers)]
+        content["quantization_config"] = four_bit.config_of(kind, kept)
     unfinished = folder / UNFINISHED  # until all tensors are written; missing bytes are zeros
-    files = laid_out(
-        unfinished,
-        {each.name: (DTYPES[NAMES_OF_DTYPES[each.dtype_in(dtype)]], each.shape) for each in wanted},
-        file_bytes,
-    )
+    wide = {
+        each.name: (DTYPES[NAMES_OF_DTYPES[each.dtype_in(dtype)]], each.shape)
+        for each in wanted
+        if each.name not in packed
+    }
+    narrow = {name: part for parts in packed.values() for name, part in parts.items()}
+    files = laid_out(unfinished, wide | narrow, file_bytes)
     if jax.process_index() == 0:
         unfinished.mkdir(parents=True)
         begin_files(files)
     meet("lmlib: files begun")
-    rounded, beyond = _write_all(model, wanted, files, dtype, progress)
+    rounded, beyond = _write_all(model, wanted, files, dtype, progress, kind, packed)
     if beyond is not None:
         meet("lmlib: a value is out of range")
         if jax.process_index() == 0:
@@ -149,14 +164,26 @@ def save(
     return rounded
 
 
+def _in_four_bits(model: Decoder, wanted: Sequence[Placed], kind: str) -> dict[str, four_bit.Parts]:
+    """Returns the parts of each tensor that is written in 4 bits."""
+    weights = named_weights(model)
+    found = {each.name: four_bit.parts_in_file(kind, each, weights) for each in wanted}
+    return {name: parts for name, parts in found.items() if parts is not None}
+
+
 def _write_all(
     model: Decoder,
     wanted: Sequence[Placed],
     files: Mapping[str, Stored],
     dtype: str,
     progress: Progress | None,
+    kind: str | None,
+    packed: Mapping[str, four_bit.Parts],
 ) -> tuple[Rounding, ValueError | None]:
-    """Writes all tensors; returns an error, the same on all processes, for a value out of range."""
+    """Writes all tensors, those of `packed` in 4 bits.
+
+    Returns an error, the same on all processes, for a value out of range.
+    """
     weights: dict[str, jax.Array] = {}
     map_weights(lambda weight, array: weights.update({weight.path: array}), model)
     sharding = next(iter(weights.values())).sharding
@@ -165,24 +192,31 @@ def _write_all(
         mesh = make_mesh(devices=list(sharding.device_set))
         whole = NamedSharding(mesh, PartitionSpec())
         weights = {path: jax.device_put(array, whole) for path, array in weights.items()}
-    total = sum(each.end - each.offset for each in files.values())
+    total = sum(each.bytes for each in files.values())
     written, worst = 0, Rounding(dtype, 0.0, None)
     for tensor in wanted:
-        target = files[tensor.name]
+        parts = packed.get(tensor.name)
+        made = np.dtype(np.float32) if parts is not None else files[tensor.name].dtype
         kinds = tuple(
             (piece.share, piece.repetition is not None, tuple(place for place, _ in piece.fixed))
             for piece in tensor.pieces
         )
         at = [[piece.repetition or 0, *(i for _, i in piece.fixed)] for piece in tensor.pieces]
         weights_of = [weights[piece.path] for piece in tensor.pieces]
-        layout = tensor.shape, kinds, target.dtype, mesh
+        layout = tensor.shape, kinds, made, mesh
         flat, lost, change = _joined(np.array(at, np.int32), weights_of, *layout)
         if lost:
-            return worst, out_of_range(tensor.name, float(lost), target.dtype.name)
+            return worst, out_of_range(tensor.name, float(lost), made.name)
         if change > worst.largest:
             worst = Rounding(dtype, float(change), tensor.name)
-        _write_shares(flat, target)
-        written += target.end - target.offset
+        if parts is None:
+            _write_shares(flat, files[tensor.name])
+        elif kind is not None:
+            values = four_bit.values_in_file(kind, tensor, flat, [*parts])
+            if jax.process_index() == 0:
+                for name, array in values.items():
+                    write(files[name], 0, array)
+        written += sum(files[name].bytes for name in parts or (tensor.name,))
         if progress is not None:
             progress(written, total)
     return worst, None

@@ -53,6 +53,10 @@ class Stored:
         """The offset after its last byte."""
         return self.offset + self.size * self.dtype.itemsize
 
+    @property
+    def bytes(self) -> int:
+        return self.end - self.offset
+
     def read(self, start: int, end: int, room: int | None = None) -> np.ndarray:
         """Reads values `start` to `end`, in file order, zero-padded to `room` values.
 

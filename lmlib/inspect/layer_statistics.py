@@ -20,6 +20,7 @@ from lmlib.losses.features import features
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective, sums_of
 from lmlib.models.forward_context import LayerCall
+from lmlib.models.matrices.four_bit import FourBit
 from lmlib.models.matrices.int8 import Int8
 from lmlib.models.model import Model, WeightGroup
 from lmlib.terminal.table import columns
@@ -118,7 +119,7 @@ def _norm(part: WeightGroup) -> Array:
     """Returns the norm of a part's arrays; one per layer if they are stacked."""
     stacked = 0 if part.layers is None else 1
     arrays = [
-        leaf.dense() if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
+        leaf.dense() if _rests(leaf) else leaf.astype(jnp.float32)
         for leaf in jax.tree.leaves(part.weights, is_leaf=_rests)
     ]
     squares = [
@@ -128,8 +129,8 @@ def _norm(part: WeightGroup) -> Array:
 
 
 def _rests(leaf: Any) -> bool:
-    """True for a matrix stored in 8 bits."""
-    return isinstance(leaf, Int8)
+    """True for a matrix stored in 8 or 4 bits."""
+    return isinstance(leaf, Int8 | FourBit)
 
 
 def first_offender(statistics: LayerStatistics) -> str | None:

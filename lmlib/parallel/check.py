@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from lmlib.compute import Compute, is_floating
@@ -56,7 +55,7 @@ def _check_declaration(weight: Weight, array: Any) -> None:
     """Raises LayoutError for an array that is not floating, or for an invalid declaration."""
     path, declared = weight.path, weight.declaration
     dtype, rate, axes = declared.dtype, declared.learning_rate, " ".join(weight.own_axes)
-    if not is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
+    if not (is_floating(array.dtype) or array.dtype.name.endswith("int8")) and declared.gradient:
         raise LayoutError(f"{path} must be float32, got {array.dtype}")
     if dtype is not None and not is_floating(dtype):
         raise LayoutError(f"{path}: its dtype must be a floating type, got {dtype!r}")

@@ -12,12 +12,12 @@ from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.experiment.annotations import fits
 from lmlib.parallel.fingerprint import fingerprint
-from lmlib.recipe import Recipe
+from lmlib.recipe import MATRICES, Recipe
 from runner.config.text import changed_paths
 from runner.errors import ConfigError
 
 WEIGHTS_ALONE = 0  # step of an untrained checkpoint from `runner.convert`
-_DTYPES = ("float32", "bfloat16", "float16", "int8")  # of frozen weights
+_DTYPES = ("float32", "bfloat16", "float16", *MATRICES)  # of frozen weights
 
 
 class Fork(NamedTuple):

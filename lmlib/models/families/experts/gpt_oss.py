@@ -12,7 +12,7 @@ from lmlib.models.families.hugging_face import mixtures, parts, shared
 from lmlib.models.families.hugging_face.family import Family, Names, Tensor
 from lmlib.models.families.hugging_face.parts import SLIDING
 from lmlib.models.families.hugging_face.rope import Rope
-from lmlib.models.families.hugging_face.settings import FolderError, Settings
+from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
 from lmlib.models.families.windows import each_nth
@@ -91,14 +91,6 @@ _OF_THE_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as in `clamped_sw
 
 
 def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-    quantized = settings.take("quantization_config", None, dict)
-    if quantized is not None:
-        raise FolderError(
-            f"{settings.where}: the experts are quantized "
-            f"({quantized.get('quant_method')!r:.200}), which is not read here: dequantize them "
-            "with transformers first, by from_pretrained(…, quantization_config="
-            "Mxfp4Config(dequantize=True)).save_pretrained(…, save_original_format=False)"
-        )
     size = settings.take("sliding_window", _USUAL_WINDOW, null=True)
     kinds = parts.layer_types(settings, arguments["layers"])
     if size is None and (kinds is None or SLIDING in kinds):
