@@ -1,8 +1,10 @@
-"""Imports a model from a Hugging Face folder, or exports a run to one.
+"""Imports a model from a Hugging Face folder or a GGUF file, or exports a run to one.
 
     python -m runner.convert --from=HF_DIR_OR_NAME --to=WORKDIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=PEFT_DIR --adapters
+    python -m runner.convert --from=model.gguf --to=WORKDIR
+    python -m runner.convert --from=WORKDIR[@STEP] --to=model.gguf --dtype=q8_0
 
 Import: WORKDIR gets the config of experiments/from_hf for that model, and a checkpoint at step 0
 with its weights. Any run of that model can start with --init_from=WORKDIR, or train in WORKDIR:
@@ -11,11 +13,15 @@ A PEFT folder can be imported too: WORKDIR's model has its adapters, which train
 weights of the folder. The checkpoint holds only these; the rest of the model stays in its folder.
 Export: `from_pretrained` of transformers loads the folder, if the model is one of its families.
 Adapters are merged, or, with --adapters, written for PEFT with the other trained weights.
+--dtype=int8 and int4 quantize the layers' matrices, in the format compressed-tensors of vLLM.
+A GGUF file is for llama.cpp, with tokenizer and chat template; --from may also be a Hugging Face
+folder then. Both directions need the package gguf.
 The model is held in float32 in this machine's memory. --to is a new or empty folder; an interrupted
 conversion leaves nothing there. An export may go to gs://… or s3://…
 """
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +35,13 @@ from runner.command_line.flags import DTYPES, INIT_FROM, WEIGHTS, loading, model
 from runner.command_line.new_folder import destination, made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "Hugging Face folder, Hub name, or RUN[@STEP].")
-_TO = flags.DEFINE_string("to", None, "Folder to create.")
+_FROM = flags.DEFINE_string(
+    "from", None, "Hugging Face folder, Hub name, GGUF file, or RUN[@STEP]."
+)
+_ONLY_GGUF = ("q8_0", "q4_0")
+_BITS = {"int8": 8, "int4": 4}  # of folders for serving
+_FOUR_BITS = ("nf4", "mxfp4")  # of matrices in folders
+_TO = flags.DEFINE_string("to", None, "Folder or GGUF file to create.")
 _BASE = flags.DEFINE_string(
     "base", None, "Base model of the adapters; default: the model that they name."
 )
@@ -40,8 +51,8 @@ _ADAPTERS = flags.DEFINE_bool(
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     None,
-    [*DTYPES, "nf4", "mxfp4"],
-    "Export: dtype of the files; nf4 and mxfp4 store matrices in 4 bits.",
+    [*DTYPES, *_FOUR_BITS, *_BITS, *_ONLY_GGUF],
+    "Export: dtype of the files; nf4, mxfp4, int8 and int4 only in folders, q8_0 and q4_0 in GGUF.",
 )
 _LARGEST_FILE = flags.DEFINE_float(
     "largest_file", 5.0, "Export: approximate maximum size of a file, in GB.", 1e-6
@@ -61,6 +72,7 @@ from jax.sharding import Mesh
 from lmlib import hf
 from lmlib.adapters.lora import lora
 from lmlib.data.chats.chat import put_chat_template
+from lmlib.hf.compressed import compress
 from lmlib.hf.families import family_of
 from lmlib.hf.peft.config import holds_adapters
 from lmlib.hf.peft.save import written_whole
@@ -76,6 +88,7 @@ from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
 from runner.config.references import FolderReference, resolve
 from runner.monitoring.progress_line import told
+from runner.weights.gguf_files import as_folder, is_gguf, write_gguf
 from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import SavedRun, merged_into_bases, open_model, recipe_of, use_model
 from runner.weights.notes import frozen_note, save_weights_alone
@@ -94,6 +107,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
     options = LoadOptions(**loading(), show=show)
+    if is_gguf(_TO.value) or is_gguf(_FROM.value):
+        with user_errors():
+            made = _gguf(_FROM.value, _TO.value, options)
+        print(f"{_TO.value} holds {made}; it took {duration_text(time.perf_counter() - began)}")
+        return FINISHED
+    if _DTYPE.value in _ONLY_GGUF:
+        raise ConfigError(f"--dtype={_DTYPE.value} is for GGUF files: give --to=FILE.gguf")
     with user_errors(), destination(_TO.value, _LAST, told("sending", show)) as to:
         found = resolve(_FROM.value)
         if isinstance(found, FolderReference):
@@ -110,6 +130,8 @@ def main(arguments: Sequence[str]) -> int:
         elif _ADAPTERS.value:
             _refuse("--adapters", _LARGEST_FILE, _TOKENIZER)
             dtype = _DTYPE.value or "float32"
+            if dtype in _BITS:
+                raise ConfigError(f"--dtype={dtype} has no effect on adapters: leave it out")
             made = bring_adapters_out(_FROM.value, to, _BASE.value, dtype, options)
         else:
             _refuse("an export of merged weights", _BASE)
@@ -119,13 +141,31 @@ def main(arguments: Sequence[str]) -> int:
     return FINISHED
 
 
+def _gguf(reference: str, to: str, options: LoadOptions) -> str:
+    """Converts from or to a GGUF file; returns a description."""
+    if BucketUrl.parsed(to) or BucketUrl.parsed(reference):
+        raise ConfigError("GGUF files are read and written on a disk, not in a bucket")
+    _refuse("a GGUF file", _BASE, _ADAPTERS, _LARGEST_FILE)
+    if is_gguf(to) and is_gguf(reference):
+        raise ConfigError("--from and --to are both GGUF files: one of them must be a folder")
+    if is_gguf(to):
+        if _DTYPE.value in (*_BITS, *_FOUR_BITS):
+            raise ConfigError(f"--dtype={_DTYPE.value} is for folders: give q8_0 or q4_0")
+        return bring_gguf_out(
+            reference, Path(to).expanduser(), _TOKENIZER.value, _DTYPE.value or "float32", options
+        )
+    _refuse(f"the import of {reference}", _DTYPE, _TOKENIZER, INIT_FROM, WEIGHTS)
+    with as_folder(reference, Path(to).expanduser(), show) as found:
+        return bring_in(found, Path(to).expanduser(), options)
+
+
 def _refuse(what: str, *options: flags.FlagHolder) -> None:
     for each in options:
         if each.present:
             raise ConfigError(f"--{each.name} has no effect on {what}: leave it out")
 
 
-def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
+def bring_in(reference: str | FolderReference, to: Path, options: LoadOptions = PLAIN) -> str:
     """Makes a workdir from a model folder or from PEFT adapters; returns a description.
 
     Raises ValueError or OSError if the folder cannot be used, or `to` is not empty.
@@ -177,7 +217,8 @@ def bring_out(
     not empty.
 
     Args:
-      tokenizer, dtype, file_bytes: as in `hf.save`; by default the run's own tokenizer.
+      tokenizer, dtype, file_bytes: as in `hf.save`; by default the run's own tokenizer. "int8" and
+        "int4": see `lmlib.hf.compressed.compress`.
     """
 
     def write(run: SavedRun | ModelFolder) -> str:
@@ -198,11 +239,12 @@ def bring_out(
                 kind = families[0].model_type
                 show(f"WARNING: a folder of {kind} has no heads of multi-token prediction")
                 model = without_heads(model)
+            whole = unfinished / "whole" if dtype in _BITS else unfinished
             rounded = hf.save(
                 model,
-                unfinished,
+                whole,
                 tokenizer=own,
-                dtype=dtype,
+                dtype="float32" if dtype in _BITS else dtype,
                 longest=texts.longest,
                 settings=_settings(texts),
                 families=families,
@@ -210,13 +252,46 @@ def bring_out(
                 progress=told("writing", show),
             )
             if template is not None and own is not None:
-                put_chat_template(unfinished, template)
+                put_chat_template(whole, template)
+            files = str(rounded)
+            if dtype in _BITS:
+                files = compress(whole, unfinished, _BITS[dtype])
+                shutil.rmtree(whole)
         of = "no tokenizer" if own is None else f"the tokenizer of {own}"
-        files = str(rounded)
-        if has_adapters(run.shapes):
+        if has_adapters(run.shapes) and dtype not in _BITS:
             known = rounded.dtype if rounded.tensor is None else rounded
             files = f"{known}, each adapter added in float32 to its matrix as the base stores it"
         return f"step {run.step:,} of {shown(run.workdir)}, {_size(model)} in {files}, with {of}"
+
+    return use_model(reference, write, options)
+
+
+def bring_gguf_out(
+    reference: str,
+    to: Path,
+    tokenizer: str | None = None,
+    kind: str = "float32",
+    options: LoadOptions = PLAIN,
+) -> str:
+    """Exports a checkpoint or a Hugging Face folder as a GGUF file; returns a description.
+
+    Raises ValueError or OSError as `lmlib.gguf.save`, or if the model cannot be used.
+
+    Args:
+      tokenizer: a tokenizer.json or its folder; by default the model's own tokenizer.
+    """
+
+    def write(source: SavedRun | ModelFolder) -> str:
+        families, texts = _families(source), source.texts
+        show(f"reading {source.name}")
+        model = merged_into_bases(source.model(_one_device(), exact=True))
+        given = None if tokenizer is None else Path(tokenizer).expanduser()
+        settings = _settings(texts)
+        own = write_gguf(model, to, texts, given, kind, settings, families, show)
+        if own is None:
+            show("WARNING: no tokenizer.json found, so the file has none: give --tokenizer")
+        of = "no tokenizer" if own is None else f"the tokenizer {own}"
+        return f"{source.name}, {_size(model)} in {kind}, with {of}"
 
     return use_model(reference, write, options)
 
@@ -278,12 +353,15 @@ def bring_adapters_out(
     return use_model(reference, write, options)
 
 
-def _families(run: SavedRun) -> list[Family]:
+def _families(run: SavedRun | ModelFolder) -> list[Family]:
     """Returns the known families, first the one of the model.
 
     If several support it, this is the one that made it. Raises ValueError if none does, before
     gigabytes are read.
     """
+    if isinstance(run, ModelFolder):
+        own = run.described.family
+        return [own, *(family for family in run.options.families if family is not own)]
     made_by = run.cfg.model
     while fdl.get_callable(made_by) in (lora, multi_token):
         made_by = made_by.of

@@ -41,6 +41,7 @@ EXTRAS = (
     "lmlib.evaluate",
     "lmlib.experiment",
     "lmlib.generate",
+    "lmlib.gguf",
     "lmlib.hf",
     "lmlib.inspect",
     "lmlib.models.attend.context_parallel",

@@ -27,8 +27,11 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Plus dtypes of other tensors: GPT-NeoX's folders contain the causal mask.
-_KNOWN = DTYPES | {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
+# Plus dtypes of other tensors: GPT-NeoX's folders contain the causal mask, others packed codes.
+_KNOWN = DTYPES | {
+    "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}  # fmt: skip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 32 << 20  # bytes; the largest models' have 20 MB
 _LARGEST_INDEX = 32 << 20
