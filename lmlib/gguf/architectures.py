@@ -82,7 +82,7 @@ _PAIRS = {
     "attn_k.weight": _turned(lambda config: config["num_key_value_heads"]),
 }
 _TRANSPOSED = Change(lambda x, config: x.T, lambda x, config: x.T, True)
-# Gemma's scales have 1 added, which rounds; the sum is what either program multiplies by.
+# Gemma's scales have 1 added, which rounds; both programs multiply by the sum.
 _PLUS_ONE = Change(lambda x, config: x + 1, lambda x, config: x.astype(np.float32) - 1)
 _BY_HEAD = Change(
     lambda x, config: _regrouped(x, heads(config), 3),

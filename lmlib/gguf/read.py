@@ -1,7 +1,7 @@
 """Reads GGUF files into Hugging Face folders, tensor by tensor.
 
-Files are untrusted. The package `gguf` maps them into memory; whatever it raises for a damaged one
-becomes a FolderError that names the file.
+Files are untrusted. The package `gguf` maps them into memory. Its errors for damaged files become a
+FolderError that names the file.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def to_folder(file: str | Path, folder: str | Path, progress: Progress | None = 
     exception: their scales have 1 added in a file, which rounds them once.
 
     Raises FolderError if the file is damaged or one of several parts, its architecture or a setting
-    is not supported, or its tensors are not those of the model that it describes, and
+    is not supported, or its tensors do not fit the model that it describes, and
     FileExistsError if the folder is not empty.
 
     Args:

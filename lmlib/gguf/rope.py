@@ -126,4 +126,4 @@ def _read_llama3(factors: np.ndarray, config: Config) -> dict[str, Any]:
         expected = _llama3(scaling | {"rope_theta": config["rope_theta"]}, head_dim(config))
         if expected.shape == factors.shape and np.allclose(expected, factors, rtol=1e-5):
             return scaling
-    raise ValueError(f"{FREQUENCIES} holds other factors than those of Llama 3.1 to 3.3")
+    raise ValueError(f"{FREQUENCIES} does not hold the factors of Llama 3.1 to 3.3")

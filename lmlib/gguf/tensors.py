@@ -41,7 +41,7 @@ def grouped(
 
 
 def is_stack(name: str) -> bool:
-    """True if the tensor holds those of all experts, one after another."""
+    """True if the tensor holds the matrices of all experts, one after another."""
     return "_exps." in name
 
 

@@ -48,7 +48,7 @@ def save(
     Args:
       kind: "float32", "float16", "bfloat16", "q8_0" or "q4_0". The last two quantize blocks of 32
         weights. Norms, biases and routers stay in float32; in "q4_0" the vocabulary's tables are
-        "q8_0"; rows whose length is no multiple of 32 are float16 in both.
+        "q8_0"; rows whose length is not a multiple of 32 are float16 in both.
       tokenizer: the text of a tokenizer.json; `None`: the file has no tokenizer.
       chat_templates: texts in Jinja's language, by name; the usual one is "default".
       longest: the longest text, if the model itself does not define it. A model with a window that
