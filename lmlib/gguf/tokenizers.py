@@ -6,7 +6,7 @@ token, the token with the highest score first. Source: src/llama-vocab.cpp of ll
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import gguf
@@ -258,8 +258,9 @@ def _scores(tokens: list[str], plain: Mapping[str, int], merges: list[Any]) -> l
         if rank != len(ranks) - 1:
             raise ValueError(f"the merges of {left + right!r} are not next to each other{_OTHER}")
     given = set(merges)
+    parts = set(plain) | {letter for token in plain for letter in token}
     for token in plain:
-        for left, right in _splits(token, plain):
+        for left, right in _splits(token, parts):
             if (left, right) not in given:
                 raise ValueError(f"{left!r} and {right!r} form a token but no merge{_OTHER}")
     return [-float(ranks[token]) if token in ranks else _LAST for token in tokens]
@@ -268,7 +269,7 @@ def _scores(tokens: list[str], plain: Mapping[str, int], merges: list[Any]) -> l
 _OTHER = ", so that llama.cpp's SentencePiece tokenizer would give other tokens"
 
 
-def _splits(token: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def _splits(token: str, vocab: Collection[str]) -> list[tuple[str, str]]:
     halves = ((token[:i], token[i:]) for i in range(1, len(token)))
     return [each for each in halves if each[0] in vocab and each[1] in vocab]
 

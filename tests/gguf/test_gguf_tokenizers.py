@@ -66,10 +66,17 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     def unmerged(content):
         content["model"]["merges"] = content["model"]["merges"][:-2]
 
+    def without_a_letter(content):
+        del content["model"]["vocab"]["e"]
+        content["model"]["merges"] = [
+            pair for pair in content["model"]["merges"] if "e" not in pair
+        ]
+
     for name, change, message in (
         ("dbrx", other_words, "no name for how this tokenizer finds words"),
         ("gpt-2", folded, "after the normalizer .*Lowercase"),
         ("llama", unmerged, "form a token but no merge"),
+        ("llama", without_a_letter, "form a token but no merge"),
         ("llama", folded, "has no normalizer .*Lowercase"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -65,7 +65,8 @@ def _sentencepiece():
     learned = [tuple(pair) for pair in json.loads(plain.to_str())["model"]["merges"]]
     tokens = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")} - {"\n"})
-    made = list(dict.fromkeys(left + right for left, right in learned))
+    made = [token for left, right in learned if "\n" not in (token := left + right)]
+    made = list(dict.fromkeys(made))
     vocab = {token: i for i, token in enumerate([*tokens, *letters, *made])}
     merges = [
         (token[:i], token[i:])
