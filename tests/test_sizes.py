@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 7_077),
-    "fit": ("import runner.training.fit\n", 165, 19_767),
+    "fit": ("import runner.training.fit\n", 165, 19_772),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -69,7 +69,7 @@ EXTRAS = (
 # nanochat and the record have 2,050, and 980 of the tests' lines.
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 76_869, 52_483
+MOST_LINES, MOST_LINES_OF_TESTS = 76_879, 52_483
 
 
 def in_a_new_process(code):

@@ -338,6 +338,10 @@ def _pallas_kernel(equation: Any) -> _Work:
         operation, made = "grouped_product", equation.outvars[0].aval.shape
         groups, (rows, columns) = (made[0], made[1:]) if len(made) == 3 else (1, made)
         sizes = groups, rows, columns, round(said.flops / (2 * math.prod(made)))
+    if name.startswith("four_bit_"):  # lmlib.models.matrices.triton_four_bit
+        rows = equation.outvars[0].aval.shape[0]
+        columns = sum(each.aval.shape[1] for each in equation.outvars)
+        sizes = 1, rows, columns, round(said.flops / (2 * rows * columns))
     counted = blocks * math.fsum(one.device_flops for one in products)
     return _Work(
         dtype=products[0].dtype,

@@ -110,8 +110,9 @@ class FourBit(Matrix):
         arrays = x, jax.lax.stop_gradient(self.codes), jax.lax.stop_gradient(self.scales())
         if jax.sharding.get_abstract_mesh().empty:
             return on_device(*arrays)
-        layouts = [jax.typeof(array).sharding.spec for array in arrays]
-        wanted = out_sharding or PartitionSpec(*layouts[0][: len(lead)], *(None,) * len(kept))
+        places = [jax.typeof(array).sharding.spec.partitions for array in arrays]
+        layouts = [PartitionSpec(*each) for each in places]
+        wanted = out_sharding or PartitionSpec(*places[0][: len(lead)], *(None,) * len(kept))
         return shard_map(on_device, layouts, wanted, tracked=False)(*arrays)
 
     @property
@@ -172,8 +173,13 @@ def packed(codes: UInt8[Array, "..."], axis: int, low_first: bool) -> UInt8[Arra
 
 
 def split(x: Array, axis: int, size: int) -> Array:
-    """Splits `axis` into groups of `size` neighbours."""
-    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    """Splits `axis` into groups of `size` neighbours, which a mesh keeps whole."""
+    shape, layout = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), explicit_layout(x)
+    if layout is None:
+        return x.reshape(shape)
+    places = [*layout.spec.partitions]
+    places.insert(axis + 1, None)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(layout.mesh, PartitionSpec(*places)))
 
 
 def merged(x: Array, axis: int, length: int) -> Array:
