@@ -4,8 +4,9 @@
     python -m data_tools.convert MEGATRON_PREFIX OUT
 
 MEGATRON_PREFIX.bin and MEGATRON_PREFIX.idx make the split that --split names. OUT must not exist,
-unless a conversion was killed there: the same command then continues. Documents without tokens are
-dropped. Neither format records the tokenizer; --tokenizer records it in the new data set.
+unless it has other splits, or a conversion was killed there: the same command then continues.
+Documents without tokens are dropped. Neither format records the tokenizer; --tokenizer records it
+in the new data set.
 """
 
 from collections.abc import Sequence

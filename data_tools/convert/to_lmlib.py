@@ -138,12 +138,14 @@ def _whole_documents(
 
 
 def _check_out(out: Path, splits: list[str]) -> None:
-    """Checks that `out` holds only files begun by this conversion."""
+    """Checks that `out` holds only finished splits, and files begun by this conversion."""
     if not out.exists():
         return
     shards = [out / split / shard_name(0, 1) for split in splits]
-    own = {out / TOKENIZER_FILE, *(out / split for split in splits), *shards}
+    finished = {file.parents[1] for file in out.glob(f"*/shard_*/{FILE_NAME}")}
+    others = finished - {shard.parent for shard in shards}
+    own = {out / TOKENIZER_FILE, *(out / split for split in splits), *shards, *others}
     entries = [*out.iterdir(), *(entry for split in splits for entry in (out / split).glob("*"))]
-    begun = any(shard.is_dir() for shard in shards)
+    begun = others or any(shard.is_dir() for shard in shards)
     if not begun or set(entries) - own or all((shard / FILE_NAME).exists() for shard in shards):
         raise FileExistsError(f"{out} exists already: choose another folder")

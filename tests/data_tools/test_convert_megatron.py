@@ -48,6 +48,24 @@ def test_files_of_megatron_by_the_command(tmp_path):
     assert batch.tokens.shape == (1, 3)
 
 
+def test_a_second_split_joins_the_first(tmp_path):
+    write_megatron(tmp_path / "a", [[[1, 2]]])
+    convert(tmp_path / "a", tmp_path / "out")
+    splits = {"validation": MegatronSplit(tmp_path / "a")}
+    to_lmlib(splits, tmp_path / "a", tmp_path / "out", converted_from="a test")
+    assert read_split(tmp_path / "out/validation").tokens == 2
+    for split in ("train", "validation"):
+        with pytest.raises(FileExistsError, match="out exists already: choose another folder"):
+            to_lmlib(
+                {split: splits["validation"]}, tmp_path / "a", tmp_path / "out", converted_from=""
+            )
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="out exists already: choose another folder"):
+        to_lmlib(
+            {"test": splits["validation"]}, tmp_path / "a", tmp_path / "out", converted_from=""
+        )
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=6),

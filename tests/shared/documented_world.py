@@ -53,7 +53,7 @@ def make_world(folder: Path) -> None:
     for split in ("train", "validation"):
         pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
     write_seqax(folder / "seqax", [[1, 2], [3, 4, 5]])
-    write_megatron(folder / "megatron", [[[1, 2], [3, 4]], [[5]]])
+    write_megatron(folder / "megatron", [[[*range(1, 250)], [3, 4]]] * 20)
     _write_run(folder, vocab)
     write_sweep(folder / "sweep")
     write_ladder(folder / "ladder")
