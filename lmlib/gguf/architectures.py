@@ -4,7 +4,7 @@ Names of tensors come from the package `gguf`, which maps Hugging Face's. Source
 conversion/ and src/models/ in https://github.com/ggml-org/llama.cpp.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,11 +17,17 @@ WINDOW = "attention.sliding_window"
 
 
 class Change(NamedTuple):
-    """How a tensor in a GGUF file differs from Hugging Face's, both ways."""
+    """How a tensor of Hugging Face's differs in a GGUF file, both ways.
 
-    there: Callable[[np.ndarray, Config], np.ndarray]
-    back: Callable[[np.ndarray, Config], np.ndarray]
-    transposes: bool = False
+    Attributes:
+      there: the tensor or tensors in the file.
+      back: the tensor of Hugging Face's that has these tensors in the file.
+      names: what the end of its name becomes, for each of the tensors; `None`: one of this name.
+    """
+
+    there: Callable[[np.ndarray, Config], Sequence[np.ndarray]]
+    back: Callable[[Sequence[np.ndarray], Config], np.ndarray]
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,22 @@ class Architecture:
       name: value of `general.architecture`.
       keys: maps names of settings there, without the architecture before them, to config.json's.
       fixed: keys of config.json that a file does not have, and the values that llama.cpp assumes.
-      changes: tensors with other values there, by the ends of their names.
+      changes: tensors that differ there, by the ends of Hugging Face's names.
+      writes: further settings there, from config.json's content.
+      reads: inverse of `writes`, which takes them out of the settings there; it also has the keys
+        that `keys` and `fixed` gave.
     """
 
     name: str
     keys: Mapping[str, str]
     fixed: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
+    writes: Callable[[Config], dict[str, Any]] = lambda config: {}
+    reads: Callable[[dict[str, Any], Config], dict[str, Any]] = lambda settings, config: {}
 
-    def change(self, name: str) -> Change | None:
-        """Returns the change of the tensor `name`, or `None`."""
-        return next((each for end, each in self.changes.items() if name.endswith(end)), None)
+    def change(self, name: str) -> tuple[str, Change] | None:
+        """Returns the end of Hugging Face's `name` that has a change, and it, or `None`."""
+        return next((each for each in self.changes.items() if name.endswith(each[0])), None)
 
 
 def heads(config: Config) -> int:
@@ -65,8 +76,25 @@ def _pairs_to_halves(x: np.ndarray, count: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(x.shape)
 
 
-def _turned(count: Callable[[Config], int]) -> Change:
+def _one(
+    there: Callable[[np.ndarray, Config], np.ndarray],
+    back: Callable[[np.ndarray, Config], np.ndarray],
+    name: str | None = None,
+) -> Change:
+    """Returns the change of a tensor that is one tensor there."""
     return Change(
+        lambda x, config: (there(x, config),),
+        lambda parts, config: back(parts[0], config),
+        None if name is None else (name,),
+    )
+
+
+def _renamed(name: str) -> Change:
+    return _one(lambda x, config: x, lambda x, config: x, name)
+
+
+def _turned(count: Callable[[Config], int]) -> Change:
+    return _one(
         lambda x, config: _halves_to_pairs(x, count(config)),
         lambda x, config: _pairs_to_halves(x, count(config)),
     )
@@ -78,16 +106,19 @@ def _regrouped(x: np.ndarray, first: int, second: int) -> np.ndarray:
 
 
 _PAIRS = {
-    "attn_q.weight": _turned(heads),
-    "attn_k.weight": _turned(lambda config: config["num_key_value_heads"]),
+    "q_proj.weight": _turned(heads),
+    "k_proj.weight": _turned(lambda config: config["num_key_value_heads"]),
 }
-_TRANSPOSED = Change(lambda x, config: x.T, lambda x, config: x.T, True)
+_TRANSPOSED = _one(lambda x, config: x.T, lambda x, config: x.T)
 # Gemma's scales have 1 added, which rounds; both programs multiply by the sum.
-_PLUS_ONE = Change(lambda x, config: x + 1, lambda x, config: x.astype(np.float32) - 1)
-_BY_HEAD = Change(
+_PLUS_ONE = _one(lambda x, config: x + 1, lambda x, config: x.astype(np.float32) - 1)
+# The filters of a convolution, whose second axis has one element.
+_WITHOUT_SECOND = _one(lambda x, config: x[:, 0], lambda x, config: x[:, None])
+_BY_HEAD = _one(
     lambda x, config: _regrouped(x, heads(config), 3),
     lambda x, config: _regrouped(x, 3, heads(config)),
 )
+_KV_HEADS = "attention.head_count_kv"
 _SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -95,7 +126,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _KEYS = _SIZES | {
-    "attention.head_count_kv": "num_key_value_heads",
+    _KV_HEADS: "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
@@ -118,6 +149,54 @@ def _gemma_fixed(largest: int, period: int) -> dict[str, Callable[[Config], Any]
     return {"query_pre_attn_scalar": query_scale, "layer_types": layer_types}
 
 
+def _kv_heads_of_layers(attention: str) -> Callable[[Config], dict[str, Any]]:
+    """Returns a function that writes 0 for layers whose type is not `attention`."""
+
+    def written(config: Config) -> dict[str, Any]:
+        count = config["num_key_value_heads"]
+        counts = [count if kind == attention else 0 for kind in config["layer_types"]]
+        return {_KV_HEADS: counts}
+
+    return written
+
+
+def _layers_of_kv_heads(
+    attention: str, other: str
+) -> Callable[[dict[str, Any], Config], dict[str, Any]]:
+    """Returns the inverse of `_kv_heads_of_layers`."""
+
+    def read(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+        counts = settings.pop(_KV_HEADS)
+        if isinstance(counts, int):
+            counts = [counts] * config["num_hidden_layers"]
+        return {
+            "num_key_value_heads": max(counts) or heads(config),
+            "layer_types": [attention if count else other for count in counts],
+        }
+
+    return read
+
+
+def _swapped(name: str) -> Change:
+    """Returns the change of all experts' matrices, which have their outputs first there."""
+    return _one(lambda x, config: x.swapaxes(1, 2), lambda x, config: x.swapaxes(1, 2), name)
+
+
+def _in_turn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.stack([x, y], -1).reshape(*x.shape[:-1], -1)
+
+
+# gpt-oss has the gates and ups of all experts in one tensor, with alternating columns.
+_GATE_UP = Change(
+    lambda x, config: (x[..., ::2].swapaxes(1, 2), x[..., 1::2].swapaxes(1, 2)),
+    lambda parts, config: _in_turn(*(part.swapaxes(1, 2) for part in parts)),
+    ("gate_proj.weight", "up_proj.weight"),
+)
+_GATE_UP_BIAS = Change(
+    lambda x, config: (x[..., ::2], x[..., 1::2]),
+    lambda parts, config: _in_turn(*parts),
+    ("gate_proj.bias", "up_proj.bias"),
+)
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
 _LLAMA = Architecture("llama", _KEYS | _HEAD, changes=_PAIRS)
 
@@ -188,6 +267,47 @@ ARCHITECTURES: dict[str, Architecture] = {
         {each: key for each, key in _KEYS.items() if key != "rms_norm_eps"}
         | {"attention.layer_norm_epsilon": "norm_epsilon"},
     ),
+    "lfm2": Architecture(
+        "lfm2",
+        _SIZES
+        | {
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "rope.freq_base": "rope_theta",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        {
+            "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+            "conv_bias": lambda config: False,
+            "block_auto_adjust_ff_dim": lambda config: False,
+        },
+        {"conv.conv.weight": _WITHOUT_SECOND},
+        _kv_heads_of_layers(FULL),
+        _layers_of_kv_heads(FULL, "conv"),
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        _KEYS
+        | _HEAD
+        | _USED
+        | {
+            WINDOW: "sliding_window",
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        {
+            "layer_types": lambda config: [
+                FULL if layer % 2 else SLIDING for layer in range(config["num_hidden_layers"])
+            ],
+            "tie_word_embeddings": lambda config: False,
+        },
+        {
+            "self_attn.sinks": _renamed("self_attn.sinks.weight"),
+            "gate_up_proj": _GATE_UP,
+            "gate_up_proj_bias": _GATE_UP_BIAS,
+            "experts.down_proj": _swapped("experts.down_proj.weight"),
+            "experts.down_proj_bias": _renamed("experts.down_proj.bias"),
+        },
+    ),
     "gpt2": Architecture(
         "gpt2",
         {
@@ -198,10 +318,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.head_count": "n_head",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
-        changes=dict.fromkeys(
-            ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
-            _TRANSPOSED,
-        ),
+        changes=dict.fromkeys(("c_attn.weight", "c_proj.weight", "c_fc.weight"), _TRANSPOSED),
     ),
     "gpt_neox": Architecture(
         "gptneox",
@@ -211,6 +328,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_parallel_residual": "use_parallel_residual",
             "rope.freq_base": "rotary_emb_base",
         },
-        changes={"attn_qkv.weight": _BY_HEAD, "attn_qkv.bias": _BY_HEAD},
+        changes={"query_key_value.weight": _BY_HEAD, "query_key_value.bias": _BY_HEAD},
     ),
 }

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from lmlib.gguf import rope, tokenizers
 from lmlib.gguf.architectures import ARCHITECTURES, Architecture
-from lmlib.gguf.tensors import grouped, is_stack, shape_of
+from lmlib.gguf.tensors import grouped
 from lmlib.hf.families import described_by
 from lmlib.hf.load import Progress
 from lmlib.hf.names import placed
@@ -60,7 +60,7 @@ def to_folder(file: str | Path, folder: str | Path, progress: Progress | None = 
         found = described_by(config, str(file))
         layers = config[architecture.keys["block_count"]]
         groups = grouped(placed(found.shapes, found.family.names), architecture, layers)
-        shapes = {name: shape_of(name, group, architecture) for name, group in groups.items()}
+        shapes = {name: group.shape(config) for name, group in groups.items()}
         for name, shape in shapes.items():
             if name not in tensors:
                 raise ValueError(f"it has no tensor {name}")
@@ -75,18 +75,20 @@ def to_folder(file: str | Path, folder: str | Path, progress: Progress | None = 
             {
                 each.name: (_dtype(tensors[name]), each.shape)
                 for name, group in groups.items()
-                for each in group
+                for each in group.held
             },
             _FILE_BYTES,
         )
         begin_files(files)
         total, read = sum(int(tensors[name].n_bytes) for name in groups), 0
+        parts: list[np.ndarray] = []  # of one tensor
         for name, group in groups.items():
-            values, change = _values(tensors[name]), architecture.change(name)
-            if change is not None:
-                values = change.back(values, config)
-            for index, each in enumerate(group):
-                write(files[each.name], 0, values[index] if is_stack(name) else values)
+            parts.append(_values(tensors[name]))
+            if len(parts) == group.parts:
+                values = parts[0] if group.change is None else group.change.back(parts, config)
+                for index, each in enumerate(group.held):
+                    write(files[each.name], 0, values[index] if group.stacked else values)
+                parts = []
             read += int(tensors[name].n_bytes)
             if progress is not None:
                 progress(read, total)
@@ -152,6 +154,7 @@ def _config(
     config["vocab_size"] = _shape(tensors["token_embd.weight"])[0]
     config |= {key: value(config) for key, value in architecture.fixed.items()}
     config["tie_word_embeddings"] = "output.weight" not in tensors
+    config |= architecture.reads(own, config)
     if (limit := own.pop("context_length", None)) is not None:
         config["max_position_embeddings"] = limit
     if own.pop("attention.value_length", None) not in (None, rope.head_dim(config)):

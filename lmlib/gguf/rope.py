@@ -43,11 +43,15 @@ def written(config: Config, longest: int) -> tuple[dict[str, Any], dict[str, np.
     settings[_SCALING + "original_context_length"] = original
     if kind == "yarn":
         usual = 0.1 * math.log(rope["factor"]) + 1
-        if rope.get("truncate") is False or abs(rope["attention_factor"] - usual) > 1e-6:
-            raise ValueError(
-                f"llama.cpp has yarn only with truncate=True and the attention_factor {usual:g}, "
-                f"not {rope.get('truncate')} and {rope['attention_factor']:g}"
-            )
+        only = {
+            "truncate": (rope.get("truncate", True), _truncates(config)),
+            "attention_factor": (rope["attention_factor"], usual),
+            "beta_fast": (rope["beta_fast"], 32),  # files hold both, and llama.cpp ignores them
+            "beta_slow": (rope["beta_slow"], 1),
+        }
+        for key, (value, known) in only.items():
+            if abs(value - known) > 1e-6:
+                raise ValueError(f"llama.cpp has yarn only with {key} = {known:g}, not {value:g}")
         settings[_SCALING + "factor"] = float(rope["factor"])
         return settings | {_SCALING + key: float(rope[own]) for key, own in _YARN.items()}, {}
     ratio = longest / original
@@ -82,6 +86,7 @@ def read(
             "factor": scaling.pop("factor"),
             "original_max_position_embeddings": original,
             **{key: scaling.pop(own) for own, key in _YARN.items() if own in scaling},
+            **({} if _truncates(config) else {"truncate": False}),
         }
     elif LONG in factors and SHORT in factors and original:
         found["original_max_position_embeddings"] = original
@@ -103,6 +108,11 @@ def read(
 def _rope(config: Config) -> dict[str, Any]:
     rope: dict[str, Any] = config.get("rope_parameters") or {}
     return rope.get(FULL, rope)
+
+
+def _truncates(config: Config) -> bool:
+    """False if files mean a yarn without whole bounds, which llama.cpp rounds nevertheless."""
+    return bool(config["model_type"] != "gpt_oss")
 
 
 def _llama3(rope: Config, size: int) -> np.ndarray:

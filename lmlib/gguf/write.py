@@ -3,7 +3,7 @@
 Tensors are assembled, rounded and written one after another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from lmlib.gguf import rope, tokenizers
 from lmlib.gguf.architectures import ARCHITECTURES, WINDOW, Architecture
-from lmlib.gguf.tensors import KINDS, grouped, is_stack, kind_of, shape_of, size_of, stored
+from lmlib.gguf.tensors import KINDS, Group, grouped, kind_of, size_of, stored
 from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.load import Progress
-from lmlib.hf.names import Placed, concatenate_shares, placed
+from lmlib.hf.names import concatenate_shares, placed
 from lmlib.hf.save import out_of_range
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
@@ -75,7 +75,7 @@ def save(
     map_weights(lambda weight, array: weights.update({weight.path: array}), model)
     layers = config[architecture.keys["block_count"]]
     groups = grouped(placed(model, family.names), architecture, layers)
-    shapes = {name: shape_of(name, group, architecture) for name, group in groups.items()}
+    shapes = {name: group.shape(config) for name, group in groups.items()}
     shapes |= {name: each.shape for name, each in extra.items()}
     kinds = {name: kind_of(name, shape, KINDS[kind]) for name, shape in shapes.items()}
     sizes = {name: size_of(shape, kinds[name]) for name, shape in shapes.items()}
@@ -90,7 +90,7 @@ def save(
         for name in shapes:
             values = extra.get(name)
             if values is None:
-                values = _values(name, groups[name], weights, architecture, config)
+                values = _values(groups[name], weights, config)
             rounded = stored(values, kinds[name])
             if rounded.dtype == np.float16 and np.isinf(rounded).any():
                 raise out_of_range(name, float(np.max(np.abs(values))), "float16")
@@ -117,9 +117,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     found = ARCHITECTURES[family]
     for key, value in found.fixed.items():
-        if config[key] != (only := value(config)):
-            raise ValueError(f"llama.cpp has {family} only with {key} = {only}, not {config[key]}")
-    if without := [key for key in found.keys.values() if config[key] is None]:
+        if (own := config.get(key)) != (only := value(config)):
+            raise ValueError(f"llama.cpp has {family} only with {key} = {only}, not {own}")
+    if without := [key for key in found.keys.values() if config.get(key) is None]:
         raise ValueError(f"llama.cpp has {family} only with {', '.join(without)}, not None")
     return found
 
@@ -135,32 +135,25 @@ def _add_settings(
     scaling, tensors = rope.written(config, limit)
     settings = {"context_length": limit, "vocab_size": config["vocab_size"], **scaling}
     settings |= {key: config[own] for key, own in architecture.keys.items()}
-    if "attention.key_length" in settings:
+    settings |= architecture.writes(config)
+    if "attention.key_length" in settings and "attention.value_length" not in settings:
         settings["attention.value_length"] = settings["attention.key_length"]
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    adders: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string, list: writer.add_array,
+    }  # fmt: skip
     for key, value in settings.items():
-        if isinstance(value, str):
-            writer.add_string(f"{architecture.name}.{key}", value)
-        else:
-            adders[type(value)](f"{architecture.name}.{key}", value)
+        adders[type(value)](f"{architecture.name}.{key}", value)
     return tensors
 
 
-def _values(
-    name: str,
-    group: list[Placed],
-    weights: Mapping[str, Any],
-    architecture: Architecture,
-    config: Mapping[str, Any],
-) -> np.ndarray:
+def _values(group: Group, weights: Mapping[str, Any], config: Mapping[str, Any]) -> np.ndarray:
     """Assembles a tensor's values from the model's weights, in float32."""
     parts = [
         concatenate_shares(
             [piece.share for piece in each.pieces],
             [np.asarray(weights[piece.path][piece.at], np.float32) for piece in each.pieces],
         )
-        for each in group
+        for each in group.held
     ]
-    whole = np.stack(parts) if is_stack(name) else parts[0]
-    change = architecture.change(name)
-    return whole if change is None else change.there(whole, config)
+    return np.stack(parts) if group.stacked else group.there(parts[0], config)

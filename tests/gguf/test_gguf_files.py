@@ -220,8 +220,8 @@ def test_a_damaged_file_is_refused_in_a_sentence_or_has_other_values(tmp_path_fa
 
 
 def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
-    shapes = described(GOLDEN / "lfm2").shapes
-    with pytest.raises(ValueError, match="GGUF files of lfm2 are not supported; there are llama"):
+    shapes = described(GOLDEN / "olmo_hybrid").shapes
+    with pytest.raises(ValueError, match="GGUF files of olmo_hybrid are not supported; there are"):
         save(shapes, tmp_path / "model.gguf")
     scaled = gguf_models.CONFIGS["gemma2"] | {"query_pre_attn_scalar": 50}
     with pytest.raises(ValueError, match="gemma2 only with query_pre_attn_scalar = 32, not 50"):
@@ -229,6 +229,11 @@ def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
     uncapped = gguf_models.CONFIGS["gemma2"] | {"final_logit_softcapping": None}
     with pytest.raises(ValueError, match="gemma2 only with final_logit_softcapping, not None"):
         saved(tmp_path, uncapped)
+    rope = gguf_models.CONFIGS["qwen2_yarn"]["rope_scaling"]
+    for key, value in {"beta_fast": 16.0, "truncate": False}.items():
+        other = {"model_type": "qwen2", "rope_scaling": rope | {key: value}}
+        with pytest.raises(ValueError, match=f"yarn only with {key} = .*, not {value:g}"):
+            saved(tmp_path, other)
     assert not any(tmp_path.iterdir())
 
 

@@ -19,6 +19,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# With these positions and `rope_theta`, the bounds of yarn are almost the whole pairs 3 and 5.
+_WHOLE_YARN = _YARN | {"original_max_position_embeddings": 36_397, "truncate": False}
+_WHOLE_THETA = 1_048_631.0
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
 # Each family of lmlib that llama.cpp has, with settings that could go wrong.
 CONFIGS = {
@@ -62,6 +65,19 @@ CONFIGS = {
     "granite": {
         "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
         "attention_multiplier": 0.4, "logits_scaling": 5.0,
+    },
+    "lfm2": {
+        "model_type": "lfm2", "num_hidden_layers": 5, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+        "conv_L_cache": 4,
+    },
+    "lfm2_untied": {
+        "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "full_attn_idxs": [2],
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6, "sliding_window": 9,
+        "num_experts_per_tok": 3, "rope_theta": _WHOLE_THETA, "rope_scaling": _WHOLE_YARN,
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": None},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
