@@ -80,6 +80,7 @@ from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import has_adapters, without_adapters
 from lmlib.models.multi_token import multi_token, without_heads
 from lmlib.optim.trainable import adapters
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import split_by_training
 from lmlib.storage.bucket.url import BucketUrl
@@ -385,7 +386,7 @@ def _one_device() -> Mesh:
 
 
 def _size(model: Any) -> str:
-    return f"{count_text(sum(leaf.size for leaf in jax.tree.leaves(model)))} parameters"
+    return f"{count_text(number_of_weights(model))} parameters"
 
 
 if __name__ == "__main__":

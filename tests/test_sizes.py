@@ -27,8 +27,8 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 7_077),
-    "fit": ("import runner.training.fit\n", 165, 19_772),
+    "core": (CORE, 58, 7_095),
+    "fit": ("import runner.training.fit\n", 165, 19_809),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -69,7 +69,7 @@ EXTRAS = (
 # nanochat and the record have 2,050, and 980 of the tests' lines.
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 77_031, 52_522
+MOST_LINES, MOST_LINES_OF_TESTS = 77_063, 52_603
 
 
 def in_a_new_process(code):

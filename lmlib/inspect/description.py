@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from lmlib.optim.optimizer import Decays, as_declared
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import splitting, storage_spec
+from lmlib.parallel.matrix import counts
 from lmlib.parallel.mesh import sizes_text
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns, wrapped
@@ -26,15 +27,12 @@ class Parameter:
     path: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+    size: int  # weights, which `lmlib.parallel.matrix.counts` counts
     layout: tuple[str, ...]  # "whole", or the mesh axes over which it is sharded
     bytes_per_device: int
     group: str | None  # for training; `None` if it is frozen
     decays: bool
     initial_values: str  # "zeros", "ones" or a standard deviation
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     def cells(self) -> tuple[str, ...]:
         named = (f"{axis} {size:,}" for axis, size in zip(self.axes, self.shape, strict=True))
@@ -98,6 +96,7 @@ def describe(
     `None` if all weights train.
     """
     parameters: list[Parameter] = []
+    sizes_in_order = iter(jax.tree.leaves(counts(model)))
 
     def visit(weight: Weight, array: jax.Array | jax.ShapeDtypeStruct) -> None:
         layout = storage_spec(weight, array.shape, mesh)
@@ -108,6 +107,7 @@ def describe(
                 path=weight.path,
                 axes=weight.axes,
                 shape=array.shape,
+                size=next(sizes_in_order),
                 layout=tuple(" × ".join(splitting(axes, mesh)) or "whole" for axes in layout),
                 bytes_per_device=math.prod(local) * array.dtype.itemsize,
                 group=EVERYTHING if groups is None else groups.get(weight.path),

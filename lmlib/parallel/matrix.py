@@ -4,6 +4,7 @@ Code that multiplies by a weight calls `lmlib.models.matmul.matmul`, which accep
 matrices. Code that needs the array calls `dense`.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,10 @@ class Matrix(eqx.Module):
         """True, for each array of this matrix, if it may have a gradient."""
         return jax.tree.map(lambda _: True, self)
 
+    def counts(self) -> Any:
+        """Weights that each array of this matrix stands for; none for scales."""
+        return jax.tree.map(lambda array: math.prod(array.shape), self)
+
 
 def is_matrix(node: Any) -> bool:
     return isinstance(node, Matrix)
@@ -63,6 +68,20 @@ def is_matrix(node: Any) -> bool:
 def dense(weight: Array | Matrix) -> Array:
     """Returns the weight as one array."""
     return weight.dense() if isinstance(weight, Matrix) else weight
+
+
+def counts(tree: Any) -> Any:
+    """Returns the number of weights in each array of `tree`; see `Matrix.counts`."""
+
+    def visit(node: Any) -> Any:
+        return node.counts() if isinstance(node, Matrix) else math.prod(node.shape)
+
+    return jax.tree.map(visit, tree, is_leaf=is_matrix)
+
+
+def number_of_weights(tree: Any) -> int:
+    """Returns the sum of `counts`."""
+    return sum(jax.tree.leaves(counts(tree)))
 
 
 def is_random(tree: Any) -> bool:

@@ -23,6 +23,7 @@ from lmlib.models.matrices.mxfp8 import unsupported
 from lmlib.models.model import Model, longest_sequence
 from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.parallel.layout import COMPUTE, mesh_axes_for, num_shards
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.collectives import Collectives, collectives
 from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
@@ -157,7 +158,7 @@ def plan(
     return Report(
         target=str(target),
         mesh=dict(mesh.shape),
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model)),
+        parameters=number_of_weights(model),
         batch_size=data.batch_size,
         sequence_length=data.sequence_length,
         microbatches=experiment.microbatches,

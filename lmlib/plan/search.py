@@ -40,6 +40,8 @@ Tell = Callable[[str], None]  # receives progress, a line at a time
 # Numbers of microbatches tried beyond the smallest that fits. Fewer sequences at a time leave room
 # to save more.
 _MORE_COUNTS = 2
+# The `frozen_dtype` to try next.
+_FEWER_BITS: dict[str | None, str | None] = {"int8": "nf4", "nf4": None, "mxfp4": None}
 _SEQUENCE_PARALLEL = "--fdl.compute.sequence_parallel=True"
 
 
@@ -352,8 +354,10 @@ def _candidates(
         flags = (*_changed_axes(mesh, smaller), _SEQUENCE_PARALLEL, f"--fdl.microbatches={count}")
         yield changed(*flags, mesh=smaller, microbatches=count, compute=sequence_parallel)
 
-    if experiment.trainable is not None and experiment.frozen_dtype != "int8":
-        yield changed("--fdl.frozen_dtype=int8", frozen_dtype="int8")
+    if experiment.trainable is not None:
+        fewer_bits = _FEWER_BITS.get(experiment.frozen_dtype, "int8")
+        if fewer_bits is not None:
+            yield changed(f"--fdl.frozen_dtype={fewer_bits}", frozen_dtype=fewer_bits)
 
     # Half as many logits at a time, where they are among the largest arrays.
     vocab = experiment.recipe.abstract_model.vocab // num_shards(mesh_axes_for("vocab"), mesh)

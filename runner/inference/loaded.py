@@ -25,6 +25,7 @@ from lmlib.inspect import Inspector
 from lmlib.models.model import check_is_model, longest_sequence
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.runs.run import Run
 from lmlib.terminal.quantities import count_text
@@ -79,7 +80,7 @@ class Loaded(Texts):
 
     def __repr__(self) -> str:
         """Returns the name, step, number of parameters and loss, in one line."""
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.model))
+        count = number_of_weights(self.model)
         parts = [f"{count_text(count)} parameters"]
         if self.step is not None and self.workdir is not None:
             parts = [f"step {self.step:,}", *parts, Run(self.workdir).loss_text(self.step)]

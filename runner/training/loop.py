@@ -19,6 +19,7 @@ from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.optim.average import evaluated_model
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.train import Metrics
@@ -267,7 +268,7 @@ def _about(experiment: Experiment) -> dict[str, Any]:
     """Returns facts for `lmlib.runs.starts.read_about`."""
     weights, objective = experiment.recipe.abstract_model, experiment.objective
     return {
-        "parameters": sum(weight.size for weight in jax.tree.leaves(weights)),
+        "parameters": number_of_weights(weights),
         "loss_name": objective.loss_name,
         "metrics": {name: (each.unit, each.text) for name, each in objective.metrics.items()},
     }

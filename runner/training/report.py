@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from lmlib.data.compressors import saw_training_text
 from lmlib.losses.objective import Objective
 from lmlib.metrics.log import mfu, read_metrics
 from lmlib.optim.average import evaluated_model
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.state import State
@@ -200,7 +199,7 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     tokens_per_second = positions / totals["seconds"]
     summary = Summary(
         steps=experiment.steps,
-        parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
+        parameters=number_of_weights(state.whole_model),
         tokens=totals["tokens"],
         mean_tokens_per_second=tokens_per_second,
         mean_mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),

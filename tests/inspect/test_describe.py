@@ -5,10 +5,14 @@ import jax
 import numpy as np
 import pytest
 
+from lmlib.adapters.lora import lora
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import creator
+from lmlib.optim.trainable import adapters
+from lmlib.parallel.matrix import number_of_weights
 from lmlib.parallel.mesh import make_mesh
+from lmlib.recipe import Recipe
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import WIDTH
 
@@ -78,3 +82,22 @@ def test_decay_follows_the_rule_given():
     none = describe(jax.eval_shape(make), mesh, decays=lambda weight: "vocab" in weight.axes)
     assert {row.path for row in none.parameters if row.decays} == {"embedding", "unembedding"}
     assert math.isclose(none.size, sum(row.size for row in none.parameters))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "mxfp4"])
+def test_matrices_in_few_bits_count_the_weights_that_they_stand_for(kind):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    build = functools.partial(
+        lora, functools.partial(make, embed=128), rank=4, alpha=8.0, dropout=0.0
+    )
+    arrays, stored = (
+        Recipe(build, 0, adapters(), dtype).abstract_model for dtype in ("bfloat16", kind)
+    )
+    assert number_of_weights(stored) == number_of_weights(arrays)
+    tables = describe(arrays, mesh), describe(stored, mesh)
+    assert tables[0].size == sum(leaf.size for leaf in jax.tree.leaves(arrays))
+    assert tables[1].size == tables[0].size
+    assert tables[1].bytes_per_device == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored)
+    )
+    assert tables[1].bytes_per_device < 0.8 * tables[0].bytes_per_device

@@ -183,3 +183,26 @@ def test_a_run_trains_on_a_mesh_as_on_one_device(kind):
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
+
+
+def operands_of_loops(jaxpr):
+    """The arrays that go into a loop of `jaxpr`, or come from it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield from (each.aval for each in (*equation.invars, *equation.outvars))
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from operands_of_loops(inner)
+
+
+def test_no_array_as_large_as_a_matrix_is_kept_from_layer_to_layer():
+    """JAX computes constants of a loop's body before the loop, and keeps them until its end."""
+    run = experiment(
+        functools.partial(lora, MODEL, rank=4, alpha=8.0), {},
+        trainable=adapters(), frozen_dtype="nf4",
+    )  # fmt: skip
+    found = [*operands_of_loops(run.trace_step().jaxpr.jaxpr)]
+    of_a_matrix = [each for each in found if each.size in (256 * 640, 2 * 256 * 640)]
+    assert any(each.size == 256 * 640 for each in found)  # the codes of both layers
+    assert {each.dtype for each in of_a_matrix} == {np.dtype("uint8")}

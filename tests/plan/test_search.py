@@ -8,6 +8,7 @@ import fiddle as fdl
 import pytest
 from aot import absent, needs_tpu_compiler
 
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
@@ -15,6 +16,7 @@ from lmlib.hardware.specifications import CPU
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.other_meshes import divisions
 from lmlib.plan.planner import plan
@@ -200,6 +202,19 @@ def test_changes_and_their_flags_agree(planned):
         "--fdl.mesh.tensor=2" in flags
         for flags, _ in changes(on_four(model=one_head), planned.memory)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(None, ["int8"]), ("int8", ["nf4"]), ("nf4", []), ("mxfp4", [])],
+)
+def test_frozen_weights_get_fewer_bits_only(planned, dtype, expected):
+    model = functools.partial(lora, on_four().model)
+    adapted = on_four(model=model, trainable=adapters(), frozen_dtype=dtype)
+    flags = [flag for each, _ in changes(adapted, planned.memory) for flag in each]
+    found = [flag for flag in flags if "frozen_dtype" in flag]
+    assert found == [f"--fdl.frozen_dtype={kind}" for kind in expected]
 
 
 @pytest.mark.slow

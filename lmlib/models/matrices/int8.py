@@ -59,6 +59,9 @@ class Int8(Matrix):
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
         return multiply(x, self.dense(x.dtype))
 
+    def counts(self) -> "Int8":
+        return eqx.tree_at(lambda one: one.scale, super().counts(), 0)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape

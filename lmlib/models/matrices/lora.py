@@ -20,7 +20,7 @@ from lmlib.models.matmul import matmul, matmul_of_arrays
 from lmlib.models.weights import Random, fold_in_name, zeros
 from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
-from lmlib.parallel.matrix import Matrix, dense
+from lmlib.parallel.matrix import Matrix, counts, dense
 from lmlib.parallel.mesh_axes import TENSOR_AXES, names_of
 
 DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in `down` and in `up`
@@ -89,6 +89,9 @@ class LoRAMatrix(Matrix):
         """See `Matrix.gets_gradient`; False for the base."""
         every = jax.tree.map(lambda _: True, self)
         return eqx.tree_at(lambda one: one.base, every, replace=False)
+
+    def counts(self) -> "LoRAMatrix":
+        return eqx.tree_at(lambda one: one.base, super().counts(), counts(self.base))
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> "LoRAMatrix":
         if not isinstance(self.base, Matrix):
