@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
@@ -115,6 +116,10 @@ class FourBit(Matrix):
         wanted = out_sharding or PartitionSpec(*places[0][: len(lead)], *(None,) * len(kept))
         return shard_map(on_device, layouts, wanted, tracked=False)(*arrays)
 
+    def counts(self) -> "FourBit":
+        nothing = jax.tree.map(lambda _: 0, self)
+        return eqx.tree_at(lambda one: one.codes, nothing, self.size)
+
     @property
     def _tiled(self) -> tuple[int, int] | None:
         """The shape of the codes as a matrix, if one GPU multiplies by it tile by tile."""
@@ -156,13 +161,20 @@ def frozen_declaration(weight: Weight, shape: Sequence[int]) -> Declaration:
 
 
 def value_of(codes: Integer[Array, "..."], values: Sequence[float]) -> Float[Array, "..."]:
-    """`values[codes]` in float32, by selects: gathers are slow on some accelerators."""
-    level: list[Any] = [jnp.float32(value) for value in values]
-    for bit in range(4):
+    """`values[codes]` in float32, by selects: gathers are slow on some accelerators.
+
+    The first selects combine scalars with bits of `codes`. A `where` of two scalars would make
+    arrays of constants, which JAX computes before a loop over layers and keeps until its end.
+    """
+    bits = [int(each) for each in np.asarray(values, np.float32).view(np.uint32)]
+    mask = -(codes & 1).astype(jnp.uint32)  # all bits or none
+    pairs = zip(bits[::2], bits[1::2], strict=True)
+    level = [mask & jnp.uint32(low ^ high) ^ jnp.uint32(low) for low, high in pairs]
+    for bit in range(1, 4):
         is_set = (codes >> bit & 1) == 1
         pairs = zip(level[::2], level[1::2], strict=True)
         level = [jnp.where(is_set, high, low) for low, high in pairs]
-    return level[0]
+    return jax.lax.bitcast_convert_type(level[0], jnp.float32)
 
 
 def packed(codes: UInt8[Array, "..."], axis: int, low_first: bool) -> UInt8[Array, "..."]:
