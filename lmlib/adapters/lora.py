@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PRNGKeyArray
 
+from lmlib.models.matrices.dora import with_magnitude
 from lmlib.models.matrices.lora import (
     CHOICE,
     EXPERTS,
@@ -29,6 +30,7 @@ def lora(
     axes: Sequence[str] = (),
     rank_stabilized: bool = False,
     dropout: float = 0.0,
+    magnitude: bool = False,
     *,
     key: PRNGKeyArray,
 ) -> Any:
@@ -38,7 +40,7 @@ def lora(
 
     The other arguments are as in `with_adapters`.
     """
-    settings = rank, alpha, paths, axes, rank_stabilized, dropout
+    settings = rank, alpha, paths, axes, rank_stabilized, dropout, magnitude
     return with_adapters(of(key=key), *settings, key=fold_in_name(key, "adapters"))
 
 
@@ -50,6 +52,7 @@ def with_adapters(
     axes: Sequence[str] = (),
     rank_stabilized: bool = False,
     dropout: float = 0.0,
+    magnitude: bool = False,
     *,
     key: PRNGKeyArray,
 ) -> M:
@@ -65,6 +68,8 @@ def with_adapters(
         axis "expert". An adapted vocabulary table (`axes=("vocab",)`) is merged in every step, so
         its gradient is as large.
       dropout: rate at which elements of the adapters' inputs are dropped; must be 0 for experts.
+      magnitude: True trains the norm of each output's weights too (DoRA: Liu et al. 2024,
+        arXiv:2402.09353); must be False for experts, as in PEFT.
 
     Raises ValueError if a number is out of range, or the selection has no matrix or is only a
     router.
@@ -76,13 +81,17 @@ def with_adapters(
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
     matrices = _matrices(named_weights(model), paths, axes)
-    if dropout and any(EXPERTS in weight.axes for weight in matrices.values()):
-        raise ValueError(f"adapters of experts have no dropout, got {dropout}: leave it out")
+    if any(EXPERTS in weight.axes for weight in matrices.values()):
+        if dropout:
+            raise ValueError(f"adapters of experts have no dropout, got {dropout}: leave it out")
+        if magnitude:
+            raise ValueError("adapters of experts have no magnitude: leave it out")
 
     def adapt(weight: Weight, array: Array) -> Any:
         if weight.path not in matrices:
             return array
-        return adapted(weight, array, rank, alpha, rank_stabilized, dropout, key)
+        one = adapted(weight, array, rank, alpha, rank_stabilized, dropout, key)
+        return with_magnitude(one) if magnitude else one
 
     return map_weights(adapt, model)
 

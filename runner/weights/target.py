@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from lmlib.data.batch import Source
 from lmlib.models.differences import differences
 from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.matrices.dora import DoRAMatrix
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted
 from lmlib.models.multi_token import without_heads
 from lmlib.models.reward import RewardModel
@@ -107,7 +108,8 @@ def _adapter_sizes(model: Any) -> dict[str, str]:
 
     def note(path: str, one: LoRAMatrix) -> None:
         scaled = " of √rank" if one.rank_stabilized else ""
-        found[path] = f"rank {one.rank} and alpha {one.alpha:g}{scaled}"
+        magnitude = ", with magnitudes" if isinstance(one, DoRAMatrix) else ""
+        found[path] = f"rank {one.rank} and alpha {one.alpha:g}{scaled}{magnitude}"
 
     map_adapted(note, model)
     return found

@@ -22,7 +22,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "loftq_config": ({},),
     **dict.fromkeys(
-        ("use_dora", "use_qalora", "lora_bias"),
+        ("use_qalora", "lora_bias"),
         (False,),
     ),
     **dict.fromkeys(
@@ -53,11 +53,12 @@ class PeftConfig:
     with it ("up").
     """
 
-    # rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
+    # rank, alpha, rank_stabilized, dropout, magnitude: as in `lmlib.adapters.with_adapters`.
     rank: int
     alpha: float
     rank_stabilized: bool = False
     dropout: float = 0.0
+    magnitude: bool = False
     base: str | None = None  # the base model's folder, or its name on the Hub; `None`: unspecified
     # the adapted modules; `None`: the modules that have tensors
     targets: tuple[str, ...] | None = None
@@ -90,6 +91,7 @@ class PeftConfig:
             "lora_alpha": _number(self.alpha),
             "use_rslora": self.rank_stabilized,
             "lora_dropout": self.dropout,
+            **({"use_dora": True} if self.magnitude else {}),
             "target_modules": list(self.targets or ()),
             **({"target_parameters": list(self.parameters)} if self.parameters else {}),
             "rank_pattern": dict(self.ranks),
@@ -140,6 +142,7 @@ def read_config(folder: Path) -> PeftConfig:
         alpha=settings.take("lora_alpha", 8.0, float),
         rank_stabilized=bool(settings.take("use_rslora", False, bool, null=True)),
         dropout=settings.take("lora_dropout", 0.0, float, zero=True),
+        magnitude=bool(settings.take("use_dora", False, bool, null=True)),
         base=settings.take("base_model_name_or_path", None, str) or None,
         targets=_modules(content, "target_modules", where),
         parameters=_listed(content, "target_parameters", where),

@@ -21,10 +21,12 @@ from lmlib.hf.tensor_files import Stored, read_header
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.family import Family, Names
 from lmlib.models.families.hugging_face.settings import FolderError
-from lmlib.models.matrices.lora import adapted, has_adapters
+from lmlib.models.matrices.dora import DoRAMatrix, with_magnitude
+from lmlib.models.matrices.lora import adapted, has_adapters, map_adapted
 from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import storage_spec
+from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights
 
 
@@ -47,7 +49,8 @@ class Adapters:
                 return array
             rank, alpha = self.sizes[weight.path]
             stabilized, dropout = self.config.rank_stabilized, self.config.dropout
-            return adapted(weight, array, rank, alpha, stabilized, dropout, jax.random.key(0))
+            one = adapted(weight, array, rank, alpha, stabilized, dropout, jax.random.key(0))
+            return with_magnitude(one) if self.config.magnitude else one
 
         return jax.eval_shape(lambda base: map_weights(adapt, base), base)
 
@@ -68,10 +71,11 @@ class Adapters:
             "paths": _patterns(self.sizes, named_weights(base)),
             "rank_stabilized": self.config.rank_stabilized,
             "dropout": self.config.dropout,
+            **({"magnitude": True} if self.config.magnitude else {}),
         }
 
     def values(self, model: Any) -> dict[str, np.ndarray]:
-        """Returns the folder's float32 values, by path in `model`.
+        """Returns the folder's float32 values, by path in `model`; magnitudes instead of changes.
 
         `model` must have such adapters; its arrays may be shapes. Raises FolderError if the folder
         has different tables for the two uses of a tied table, or a base weight that is not
@@ -103,6 +107,9 @@ class Adapters:
                 rank = self.sizes[piece.path][0]
                 put(f"{piece.path}.down", piece, place.down(rank), a)
                 put(f"{piece.path}.up", piece, place.up(rank), b)
+                if self.config.magnitude:
+                    m = self._read(module.magnitude)[:, None]
+                    put(f"{piece.path}.magnitude_change", piece, place.up(1), m)
         for name, tensor in self.whole:
             for piece in tensor.pieces:
                 path = f"{piece.path}.base" if piece.path in self.sizes else piece.path
@@ -151,7 +158,17 @@ class Adapters:
                 value.shape, place.sharding, lambda index: value[index]
             )
 
-        return map_weights(fill, model)
+        filled = map_weights(fill, model)
+        if not self.config.magnitude:
+            return filled
+        with on_mesh_of(filled):
+            return map_adapted(lambda _, one: _relative(one), filled)
+
+
+@jax.jit
+def _relative(one: DoRAMatrix) -> DoRAMatrix:
+    """Subtracts the norms of the base from magnitudes in the place of their changes."""
+    return one.with_magnitude(one.magnitude_change)
 
 
 def load_adapters(
@@ -201,6 +218,13 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     for module in modules:
         shapes = zip(module.tensors, module.shapes(config.rank_of(module.name)), strict=True)
         wanted += [Placed(name, shape, ()) for name, shape in shapes]
+        if config.magnitude:
+            outputs, _ = module.shapes(1)[1]
+            wanted.append(Placed(module.magnitude, (outputs,), ()))
+            if module.is_parameter or any(place.piece.fixed for place in module.places):
+                raise FolderError(
+                    f"{folder}: use_dora = True is not supported for experts, such as {module.name}"
+                )
     try:
         whole = held(base, names, {module.holder for module in modules}, config, tensors)
         wanted += [each.tensor._replace(name=each.name) for each in whole]

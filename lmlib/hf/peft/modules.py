@@ -83,6 +83,11 @@ class Module(NamedTuple):
         return ".".join(self.name.split(".")[-2 if self.is_parameter else -1 :])
 
     @property
+    def magnitude(self) -> str:
+        """The name of the magnitudes [outputs], with `use_dora`."""
+        return f"{PREFIX}{self.name}.lora_magnitude_vector"
+
+    @property
     def tensors(self) -> tuple[str, str]:
         """The names of lora_A and lora_B."""
         name = PREFIX + self.holder + ".base_layer" * self.around

@@ -20,10 +20,12 @@ from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, out_of_range, require_new
 from lmlib.hf.tensor_files import begin_files, laid_out, write
 from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.matrices.dora import DoRAMatrix
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
 from lmlib.models.multi_token import without_heads
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
+from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights, selected
 from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 
@@ -70,8 +72,13 @@ def save_adapters(
     modules, adapters, whole = _held(model, trained, model_type, families)
     config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
+    of_dora = adapters.items() if config.magnitude else ()
+    with on_mesh_of(model):
+        magnitudes = {path: _whole(_magnitude(one)) for path, one in of_dora}
     for module in nested(_with_adapters(modules, adapters)):
         tensors |= zip(module.tensors, _joined(module, values), strict=True)
+        if config.magnitude:
+            tensors[module.magnitude] = _magnitudes(module, magnitudes)
     given = _values(model, _paths(whole))
     dtypes = {name: tensor.dtype_in(dtype) for name, tensor in whole.tensors}
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
@@ -107,7 +114,8 @@ def written_whole(
     `save_adapters` reads no other weights. Paths are in the model without adapters, whose arrays
     may be shapes. Arguments and errors are those of `save_adapters`.
     """
-    return _paths(_held(model, trained, model_type, families)[2])
+    _, adapters, whole = _held(model, trained, model_type, families)
+    return _paths(whole) | {p for p, one in adapters.items() if isinstance(one, DoRAMatrix)}
 
 
 def _held(
@@ -179,13 +187,15 @@ def _told(
     if lost := sorted(set(adapters) - held):
         tied = " (PEFT adapts only the embedding of a tied table)" if "embedding" in lost else ""
         raise ValueError(f"PEFT's format has no place for the adapters of {', '.join(lost)}{tied}")
-    kinds = {(one.rank_stabilized, one.dropout) for one in adapters.values()}
+    kinds = {
+        (one.rank_stabilized, one.dropout, isinstance(one, DoRAMatrix)) for one in adapters.values()
+    }
     if len(kinds) > 1:
         raise ValueError(
-            f"PEFT's format has one use_rslora and one lora_dropout for all adapters, here they "
-            f"are {sorted(kinds)}"
+            f"PEFT's format has one use_rslora, lora_dropout and use_dora for all adapters, here "
+            f"they are {sorted(kinds)}"
         )
-    ((stabilized, dropout),) = kinds
+    ((stabilized, dropout, magnitude),) = kinds
     found: dict[str, tuple[int, float]] = {}
     for name, module in modules.items():
         own = [adapters[p.piece.path] for p in module.places if p.piece.path in adapters]
@@ -206,6 +216,7 @@ def _told(
         alpha,
         stabilized,
         dropout,
+        magnitude,
         base,
         targets=tuple(targets),
         parameters=tuple(of_experts),
@@ -253,6 +264,21 @@ def _joined(
     a = np.concatenate(rows, axis=1)
     b = concatenate_shares([place.up(rank) for place in module.places], blocks)
     return a.reshape(-1, a.shape[-1]), b
+
+
+def _magnitudes(module: Module, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Assembles the magnitudes [outputs] of a module."""
+    if lost := [p.piece.path for p in module.places if p.piece.path not in values]:
+        raise ValueError(
+            f"PEFT's use_dora = True needs magnitudes of the whole {module.name}: adapt "
+            f"{' and '.join(lost)} too"
+        )
+    pieces = [place.piece for place in module.places]
+    own = [values[piece.path][piece.at] for piece in pieces]
+    return concatenate_shares([place.up(1) for place in module.places], own)[:, 0]
+
+
+_magnitude = jax.jit(DoRAMatrix.magnitude)
 
 
 def _in_dtype(name: str, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -102,7 +102,7 @@ class LoRAMatrix(Matrix):
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
         y = matmul(equation, x, jax.lax.stop_gradient(self.base), precision, out_sharding)
-        return y + _low_rank_product(equation, x, self, out_sharding)
+        return y + low_rank_product(equation, dropped(x, self), self, out_sharding)
 
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
         added = multiply(multiply(x, self.down), self.up)
@@ -224,7 +224,7 @@ def has_adapters(tree: Any) -> bool:
     return any(map(is_adapted, jax.tree.leaves(tree, is_leaf=is_adapted)))
 
 
-def _low_rank_product(
+def low_rank_product(
     equation: str, x: Array, w: LoRAMatrix, out_sharding: PartitionSpec | None
 ) -> Array:
     """scale · (x · down) · up.
@@ -240,7 +240,7 @@ def _low_rank_product(
     rank = next(letter for letter in string.ascii_lowercase if letter not in equation)
     down = f"{x_axes},{rows}{rank}->{lead}{rank}"
     up = f"{lead}{rank},{apart}{rank}{kept}->{y_axes}"
-    x, w_up = _dropped(x, w), w.up
+    w_up = w.up
     if jax.sharding.get_abstract_mesh().empty:
         h = matmul_of_arrays(down, x, w.down, None, None)
     elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
@@ -257,7 +257,7 @@ def _low_rank_product(
     return w.scale * matmul_of_arrays(up, h, w_up, None, out_sharding)
 
 
-def _dropped(x: Array, w: LoRAMatrix) -> Array:
+def dropped(x: Array, w: LoRAMatrix) -> Array:
     """Applies dropout to the input of `down`, in training."""
     if w.key is None:
         return x
