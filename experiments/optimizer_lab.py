@@ -27,8 +27,7 @@ from lmlib.sweeps import Points, axis, chain, product, zipped
 
 _FACTORS = 0.5, 1.0, 2.0  # of the best rate
 # Each optimizer, its best rate at width 64, and the steps at width 128 that take the
-# CPU-seconds of 200 of AdamW, where they were measured. The rates of Shampoo and SOAP-Muon are not
-# tuned yet: they are AdamW's and Muon's.
+# CPU-seconds of 200 of AdamW, where they were measured.
 _METHODS = {
     "adamw": (fdl.Partial(adamw), 32e-3, 200),
     "cautious_adamw": (fdl.Partial(adamw, cautious=True), 32e-3, 190),
