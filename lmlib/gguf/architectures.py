@@ -197,6 +197,76 @@ _GATE_UP_BIAS = Change(
     lambda parts, config: _in_turn(*parts),
     ("gate_proj.bias", "up_proj.bias"),
 )
+def _key_and_value(x: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Splits what makes keys and values of latents; each key's is transposed."""
+    x = x.reshape(heads(config), -1, x.shape[-1])
+    size = config["qk_nope_head_dim"]
+    return x[:, :size].swapaxes(1, 2), x[:, size:]
+
+
+def _key_with_value(parts: Sequence[np.ndarray], config: Config) -> np.ndarray:
+    whole = np.concatenate([parts[0].swapaxes(1, 2), parts[1]], 1)
+    return whole.reshape(-1, whole.shape[-1])
+
+
+_LATENT = Change(_key_and_value, _key_with_value, ("k_b_proj.weight", "v_b_proj.weight"))
+_LATENT_KEYS = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_used_count": "topk_group",
+}
+_QUERY_LATENT, _SIGMOID = "attention.q_lora_rank", 2  # of gguf.ExpertGatingFuncType
+_OF_QUERIES = "attention.key_length_mla"
+_LITE = (26, 27)  # with these numbers of layers, llama.cpp has no latents of queries
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Returns the settings of latent attention: keys and values are the latents there."""
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        _KV_HEADS: 1,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        _OF_QUERIES: config["qk_nope_head_dim"] + rotary,
+        "expert_gating_func": _SIGMOID,
+    }
+
+
+def _read_latent(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    if _OF_QUERIES not in settings:
+        raise ValueError("it has keys and values in one tensor: convert the model again")
+    size = settings.pop(_OF_QUERIES) - config["qk_rope_head_dim"]
+    found = {"qk_nope_head_dim": size, "num_key_value_heads": heads(config)}
+    for key, value in _latent({**config, **found}).items():
+        if key in settings and (own := settings.pop(key)) != value:
+            raise ValueError(f"its {key} is {own!r:.80}, not {value}")
+    return found
+
+
+def _deepseek(config: Config) -> dict[str, Any]:
+    if (latent := config["q_lora_rank"]) and config["num_hidden_layers"] in _LITE:
+        raise ValueError(
+            f"llama.cpp has deepseek_v3 of {config['num_hidden_layers']} layers only without "
+            "q_lora_rank"
+        )
+    return {**_latent(config), _QUERY_LATENT: latent or 0}
+
+
+def _read_deepseek(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    usual = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+    if "expert_gating_func" not in settings:
+        raise ValueError("its experts' scores are a softmax: only sigmoids are supported")
+    return {
+        **{key: value for key, value in usual.items() if key not in config},
+        **_read_latent(settings, config),
+        "q_lora_rank": settings.pop(_QUERY_LATENT, 0) or None,
+    }
+
+
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
 _LLAMA = Architecture("llama", _KEYS | _HEAD, changes=_PAIRS)
 
@@ -307,6 +377,25 @@ ARCHITECTURES: dict[str, Architecture] = {
             "experts.down_proj": _swapped("experts.down_proj.weight"),
             "experts.down_proj_bias": _renamed("experts.down_proj.bias"),
         },
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek2",
+        {each: key for each, key in _KEYS.items() if each != _KV_HEADS}
+        | _USED
+        | _LATENT_KEYS
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+        },
+        {"rope_interleave": lambda config: True},
+        {
+            "kv_b_proj.weight": _LATENT,
+            "e_score_correction_bias": _renamed("e_score_correction.bias"),
+        },
+        _deepseek,
+        _read_deepseek,
     ),
     "gpt2": Architecture(
         "gpt2",

@@ -12,6 +12,7 @@ FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _SCALING = "rope.scaling."
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all that Meta published
+_SHARPNESS = "mscale_all_dim"  # of DeepSeek's yarn
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
@@ -42,7 +43,12 @@ def written(config: Config, longest: int) -> tuple[dict[str, Any], dict[str, np.
     original = rope["original_max_position_embeddings"]
     settings[_SCALING + "original_context_length"] = original
     if kind == "yarn":
-        usual = 0.1 * math.log(rope["factor"]) + 1
+        sharpness = rope.get(_SHARPNESS)
+        usual = 0.1 * math.log(rope["factor"]) + 1 if sharpness is None else 1.0
+        if sharpness is not None:
+            settings[_SCALING + "yarn_log_multiplier"] = 0.1 * sharpness
+        elif "kv_lora_rank" in config:
+            raise ValueError(f"llama.cpp has yarn of {config['model_type']} only with {_SHARPNESS}")
         only = {
             "truncate": (rope.get("truncate", True), _truncates(config)),
             "attention_factor": (rope["attention_factor"], usual),
@@ -81,12 +87,15 @@ def read(
     if kind == "linear":
         found["rope_scaling"] = {"rope_type": "linear", "factor": scaling.pop("factor")}
     elif kind == "yarn":
+        multiplier = scaling.pop("yarn_log_multiplier", None)
+        sharpness = None if multiplier is None else round(10 * multiplier, 6)
         found["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": scaling.pop("factor"),
             "original_max_position_embeddings": original,
             **{key: scaling.pop(own) for own, key in _YARN.items() if own in scaling},
             **({} if _truncates(config) else {"truncate": False}),
+            **({} if sharpness is None else {"mscale": sharpness, _SHARPNESS: sharpness}),
         }
     elif LONG in factors and SHORT in factors and original:
         found["original_max_position_embeddings"] = original

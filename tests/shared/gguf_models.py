@@ -23,6 +23,11 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _WHOLE_YARN = _YARN | {"original_max_position_embeddings": 36_397, "truncate": False}
 _WHOLE_THETA = 1_048_631.0
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 4,
+    "num_experts_per_tok": 3, "topk_group": 2, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 # Each family of lmlib that llama.cpp has, with settings that could go wrong.
 CONFIGS = {
     "llama": {"model_type": "llama"},
@@ -78,6 +83,16 @@ CONFIGS = {
     "gpt_oss": {
         "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6, "sliding_window": 9,
         "num_experts_per_tok": 3, "rope_theta": _WHOLE_THETA, "rope_scaling": _WHOLE_YARN,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **_DEEPSEEK, "q_lora_rank": 12, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "routed_scaling_factor": 0.5,
+        "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3", **_DEEPSEEK, "q_lora_rank": None, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False,
+        "tie_word_embeddings": True,
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": None},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
