@@ -14,6 +14,7 @@ from lmlib.models.families.hugging_face.parts import FULL, SLIDING
 
 Config = Mapping[str, Any]  # the content of a config.json
 WINDOW = "attention.sliding_window"
+WITH_EXPERTS = " with experts"  # after a model_type that may have them or not
 
 
 class Change(NamedTuple):
@@ -197,6 +198,8 @@ _GATE_UP_BIAS = Change(
     lambda parts, config: _in_turn(*parts),
     ("gate_proj.bias", "up_proj.bias"),
 )
+
+
 def _key_and_value(x: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Splits what makes keys and values of latents; each key's is transposed."""
     x = x.reshape(heads(config), -1, x.shape[-1])
@@ -267,6 +270,83 @@ def _read_deepseek(settings: dict[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
+def _halves(axis: int, module: str) -> Change:
+    """Returns the change of gates and ups that Hugging Face has in one tensor, along `axis`."""
+    return Change(
+        lambda x, config: np.split(x, 2, axis),
+        lambda parts, config: np.concatenate(parts, axis),
+        (f"{module}.gate_proj.weight", f"{module}.up_proj.weight"),
+    )
+
+
+def _granite_hybrid(shared: str) -> dict[str, Change]:
+    """Returns the changes; `shared` has the MLP that all tokens use."""
+    return _PAIRS | {
+        "mamba.conv1d.weight": _WITHOUT_SECOND,
+        "mamba.dt_bias": _renamed("mamba.dt_proj.bias"),
+        "mamba.D": _one(lambda x, config: x[:, None], lambda x, config: x[:, 0]),
+        # llama.cpp multiplies by the rate itself, so the file holds its exponential.
+        "mamba.A_log": _one(
+            lambda x, config: -np.exp(x)[:, None],
+            lambda x, config: np.log(-x[:, 0].astype(np.float32)),
+        ),
+        "mamba.norm.weight": _one(
+            lambda x, config: x.reshape(config["mamba_n_groups"], -1),
+            lambda x, config: x.reshape(-1),
+        ),
+        "shared_mlp.input_linear.weight": _halves(0, shared),
+        "shared_mlp.output_linear.weight": _renamed(f"{shared}.down_proj.weight"),
+        "block_sparse_moe.input_linear.weight": _halves(1, "mlp.experts"),
+    }
+
+
+def _positions(config: Config) -> dict[str, Any]:
+    """Returns the settings of Granite 4: whether it has rotary positions, and key-value heads."""
+    if "time_step_limit" in config:
+        raise ValueError("llama.cpp has granitemoehybrid only without time_step_limit")
+    rotary = config["position_embedding_type"] == "rope"
+    theta = {"rope.freq_base": config["rope_theta"]} if rotary else {}
+    return {**_kv_heads_of_layers(FULL)(config), _ROTARY: rotary, **theta}
+
+
+def _read_positions(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    found = _layers_of_kv_heads(FULL, "linear_attention")(settings, config)
+    if settings.pop(_ROTARY, True):
+        found["position_embedding_type"] = "rope"
+    else:
+        settings.pop("rope.dimension_count", None)
+    if (theta := settings.pop("rope.freq_base", None)) is not None:
+        found["rope_theta"] = theta
+    if shared := settings.pop(_SHARED_MLP, None):
+        found["shared_intermediate_size"] = shared
+    if settings.pop("ssm.inner_size") != 2 * config["hidden_size"]:
+        raise ValueError("its ssm.inner_size is not twice its embedding_length")
+    return found
+
+
+_ROTARY, _SHARED_MLP = "rope.scaling.finetuned", "expert_shared_feed_forward_length"
+_GRANITE_KEYS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_GRANITE_HYBRID_KEYS = (
+    {each: key for each, key in _KEYS.items() if each not in (_KV_HEADS, "rope.freq_base")}
+    | _HEAD
+    | _GRANITE_KEYS
+    | {
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads",
+    }
+)
+_MAMBA: dict[str, Callable[[Config], Any]] = {
+    "mamba_expand": lambda config: 2,
+    "mamba_conv_bias": lambda config: True,
+    "mamba_proj_bias": lambda config: False,
+}
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
 _LLAMA = Architecture("llama", _KEYS | _HEAD, changes=_PAIRS)
 
@@ -312,14 +392,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("phi3", _KEYS),
     "granite": Architecture(
         "granite",
-        _KEYS
-        | _HEAD
-        | {
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "attention.scale": "attention_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        _KEYS | _HEAD | _GRANITE_KEYS,
         changes=_PAIRS,
     ),
     "smollm3": Architecture(
@@ -396,6 +469,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         _deepseek,
         _read_deepseek,
+    ),
+    "granitemoehybrid": Architecture(
+        "granitehybrid",
+        _GRANITE_HYBRID_KEYS | {"feed_forward_length": "shared_intermediate_size"},
+        _MAMBA | {"num_local_experts": lambda config: 0},
+        _granite_hybrid("mlp"),
+        lambda config: {**_positions(config), "ssm.inner_size": 2 * config["hidden_size"]},
+        _read_positions,
+    ),
+    "granitemoehybrid" + WITH_EXPERTS: Architecture(
+        "granitehybrid",
+        _GRANITE_HYBRID_KEYS | _USED | {"expert_count": "num_local_experts"},
+        _MAMBA,
+        _granite_hybrid("mlp.shared_expert"),
+        lambda config: {
+            **_positions(config),
+            "ssm.inner_size": 2 * config["hidden_size"],
+            _SHARED_MLP: config["shared_intermediate_size"],
+        },
+        _read_positions,
     ),
     "gpt2": Architecture(
         "gpt2",

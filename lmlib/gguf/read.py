@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from lmlib.gguf import rope, tokenizers
-from lmlib.gguf.architectures import ARCHITECTURES, Architecture
+from lmlib.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
 from lmlib.gguf.tensors import grouped
 from lmlib.hf.families import described_by
 from lmlib.hf.load import Progress
@@ -143,7 +143,7 @@ def _config(
         known = ", ".join(sorted({each.name for each in ARCHITECTURES.values()}))
         raise ValueError(f"its architecture {name!r:.80} is not supported; there are {known}")
     architecture = ARCHITECTURES[fitting[0]]
-    config: dict[str, Any] = {"model_type": fitting[0]}
+    config: dict[str, Any] = {"model_type": fitting[0].removesuffix(WITH_EXPERTS)}
     for key, target in architecture.keys.items():
         if key in own:
             config[target] = own.pop(key)

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 
 from lmlib.gguf import rope, tokenizers
-from lmlib.gguf.architectures import ARCHITECTURES, WINDOW, Architecture
+from lmlib.gguf.architectures import ARCHITECTURES, WINDOW, WITH_EXPERTS, Architecture
 from lmlib.gguf.tensors import KINDS, Group, grouped, kind_of, size_of, stored
 from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.load import Progress
@@ -115,7 +115,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"GGUF files of {family} are not supported; there are {', '.join(ARCHITECTURES)}"
         )
-    found = ARCHITECTURES[family]
+    with_experts = family + WITH_EXPERTS if config.get("num_local_experts") else family
+    found = ARCHITECTURES.get(with_experts, ARCHITECTURES[family])
     for key, value in found.fixed.items():
         if (own := config.get(key)) != (only := value(config)):
             raise ValueError(f"llama.cpp has {family} only with {key} = {only}, not {own}")

@@ -28,6 +28,10 @@ _DEEPSEEK = {
     "num_experts_per_tok": 3, "topk_group": 2, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+_MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 3,
+}  # fmt: skip
 # Each family of lmlib that llama.cpp has, with settings that could go wrong.
 CONFIGS = {
     "llama": {"model_type": "llama"},
@@ -92,6 +96,16 @@ CONFIGS = {
     "moonlight": {
         "model_type": "deepseek_v3", **_DEEPSEEK, "q_lora_rank": None, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+    "granite_hybrid": {
+        "model_type": "granitemoehybrid", **_MAMBA, "num_local_experts": 6, "mamba_n_groups": 1,
+        "num_experts_per_tok": 3, "shared_intermediate_size": 32, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 5.0,
+    },
+    "granite_hybrid_dense": {
+        "model_type": "granitemoehybrid", **_MAMBA, "num_local_experts": 0, "mamba_n_groups": 4,
+        "shared_intermediate_size": 96, "position_embedding_type": "rope",
         "tie_word_embeddings": True,
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": None},
