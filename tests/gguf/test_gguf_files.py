@@ -173,7 +173,7 @@ UINT, STRING = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING
         ({"fields": {"llama.attention.clamp_kqv": (8.0, gguf.GGUFValueType.FLOAT32)}},
          "its settings attention.clamp_kqv are not supported for llama"),
         ({"fields": {"general.architecture": ("falcon", STRING)}},
-         "its architecture 'falcon' is not supported; there are gemma2, gemma3,"),
+         "its architecture 'falcon' is not supported; there are deepseek2, gemma2,"),
         ({"fields": {"llama.block_count": (4_000_000_000, UINT)}}, "more layers than tensors"),
         ({"fields": {"llama.attention.head_count": ("four", STRING)}},
          "llama.attention.head_count is 'four', not one number"),
