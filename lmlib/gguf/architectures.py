@@ -347,6 +347,51 @@ _MAMBA: dict[str, Callable[[Config], Any]] = {
     "mamba_conv_bias": lambda config: True,
     "mamba_proj_bias": lambda config: False,
 }
+
+
+def _deltanet_sizes(config: Config) -> tuple[int, list[int]]:
+    """Returns the key heads of a DeltaNet, and each one's rows of queries, keys, values, gates."""
+    groups, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    value_rows = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    return groups, [key_dim, key_dim, value_rows, value_rows]
+
+
+def _by_kind(x: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Reorders rows by kind, which Hugging Face has by key head; gates are apart."""
+    groups, rows = _deltanet_sizes(config)
+    kinds = np.split(x.reshape(groups, -1, x.shape[-1]), np.cumsum(rows)[:-1], 1)
+    flat = [kind.reshape(-1, x.shape[-1]) for kind in kinds]
+    return np.concatenate(flat[:3]), flat[3]
+
+
+def _by_key_head(parts: Sequence[np.ndarray], config: Config) -> np.ndarray:
+    groups, rows = _deltanet_sizes(config)
+    kinds = np.split(np.concatenate(parts), np.cumsum(rows)[:-1] * groups)
+    whole = [kind.reshape(groups, -1, kind.shape[-1]) for kind in kinds]
+    return np.concatenate(whole, 1).reshape(-1, parts[0].shape[-1])
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    return {
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_key_head_dim"],
+        _RECURRENT: [kind != FULL for kind in config["layer_types"]],
+    }
+
+
+def _read_qwen3_next(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    layers, interval = config["num_hidden_layers"], settings.pop("full_attention_interval", 4)
+    usual = [(layer + 1) % interval != 0 for layer in range(layers)]
+    recurrent = settings.pop(_RECURRENT, usual)
+    size = settings.pop("ssm.inner_size")
+    if size != (own := config["linear_num_value_heads"] * config["linear_key_head_dim"]):
+        raise ValueError(f"its ssm.inner_size is {size!r:.80}, not {own}")
+    return {
+        "layer_types": ["linear_attention" if each else FULL for each in recurrent],
+        "partial_rotary_factor": settings.pop("rope.dimension_count") / head_dim(config),
+    }
+
+
+_RECURRENT = "attention.recurrent_layers"
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
 _LLAMA = Architecture("llama", _KEYS | _HEAD, changes=_PAIRS)
 
@@ -489,6 +534,40 @@ ARCHITECTURES: dict[str, Architecture] = {
             _SHARED_MLP: config["shared_intermediate_size"],
         },
         _read_positions,
+    ),
+    "qwen3_next": Architecture(
+        "qwen3next",
+        {each: key for each, key in _KEYS.items() if key != "intermediate_size"}
+        | _HEAD
+        | _USED
+        | {
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        {
+            "linear_value_head_dim": lambda config: config["linear_key_head_dim"],
+            "norm_topk_prob": lambda config: True,
+            "mlp_only_layers": lambda config: [],
+        },
+        {
+            "linear_attn.norm.weight": _renamed("linear_attn.norm.weight"),
+            "norm.weight": _PLUS_ONE,
+            "linear_attn.conv1d.weight": _WITHOUT_SECOND,
+            "linear_attn.dt_bias": _renamed("linear_attn.dt_proj.bias"),
+            "linear_attn.A_log": _one(
+                lambda x, config: -np.exp(x), lambda x, config: np.log(-x.astype(np.float32))
+            ),
+            "in_proj_qkvz.weight": Change(
+                _by_kind, _by_key_head, ("in_proj_qkv.weight", "in_proj_z.weight")
+            ),
+        },
+        _qwen3_next,
+        _read_qwen3_next,
     ),
     "gpt2": Architecture(
         "gpt2",

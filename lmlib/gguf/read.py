@@ -26,7 +26,8 @@ from lmlib.models.families.hugging_face.settings import FolderError
 
 # Settings that follow from others, that nothing reads, or that concern no decoder.
 _IGNORED = {"vocab_size", "rope.scaling.finetuned", "attention.causal"}
-_BESIDE = {"qwen3moe": {"feed_forward_length"}}  # of dense layers, which the family does not have
+# The size of dense layers, which the families do not have, or the file does not use.
+_BESIDE = {name: {"feed_forward_length"} for name in ("qwen3moe", "qwen3next")}
 _KEPT = {Kind.F16: np.dtype(np.float16), Kind.BF16: np.dtype(ml_dtypes.bfloat16)}
 _FILE_BYTES = 5_000_000_000
 

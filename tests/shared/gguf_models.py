@@ -108,6 +108,12 @@ CONFIGS = {
         "shared_intermediate_size": 96, "position_embedding_type": "rope",
         "tie_word_embeddings": True,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 16, **_EXPERTS,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "partial_rotary_factor": 0.5,
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": None},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "gpt2": {
