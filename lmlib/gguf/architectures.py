@@ -4,31 +4,36 @@ Names of tensors come from the package `gguf`, which maps Hugging Face's. Source
 conversion/ and src/models/ in https://github.com/ggml-org/llama.cpp.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from lmlib.gguf.changes import (
+    BY_HEAD,
+    GATE_UP,
+    GATE_UP_BIAS,
+    LATENT,
+    PAIRS,
+    PLUS_ONE,
+    TRANSPOSED,
+    WITHOUT_SECOND,
+    Change,
+    Config,
+    by_key_head,
+    by_kind,
+    halves,
+    head_dim,
+    heads,
+    one,
+    renamed,
+    swapped,
+)
 from lmlib.models.families.hugging_face.parts import FULL, SLIDING
 
-Config = Mapping[str, Any]  # the content of a config.json
 WINDOW = "attention.sliding_window"
 WITH_EXPERTS = " with experts"  # after a model_type that may have them or not
-
-
-class Change(NamedTuple):
-    """How a tensor of Hugging Face's differs in a GGUF file, both ways.
-
-    Attributes:
-      there: the tensor or tensors in the file.
-      back: the tensor of Hugging Face's that has these tensors in the file.
-      names: what the end of its name becomes, for each of the tensors; `None`: one of this name.
-    """
-
-    there: Callable[[np.ndarray, Config], Sequence[np.ndarray]]
-    back: Callable[[Sequence[np.ndarray], Config], np.ndarray]
-    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,68 +62,6 @@ class Architecture:
         return next((each for each in self.changes.items() if name.endswith(each[0])), None)
 
 
-def heads(config: Config) -> int:
-    return config.get("num_attention_heads") or config["n_head"]
-
-
-def head_dim(config: Config) -> int:
-    width = config.get("hidden_size") or config["n_embd"]
-    return config.get("head_dim") or width // heads(config)
-
-
-def _halves_to_pairs(x: np.ndarray, count: int) -> np.ndarray:
-    """Reorders each head's rows from two halves to pairs, which llama.cpp turns for Llama."""
-    split = x.reshape(count, 2, -1, *x.shape[1:])
-    return split.swapaxes(1, 2).reshape(x.shape)
-
-
-def _pairs_to_halves(x: np.ndarray, count: int) -> np.ndarray:
-    split = x.reshape(count, -1, 2, *x.shape[1:])
-    return split.swapaxes(1, 2).reshape(x.shape)
-
-
-def _one(
-    there: Callable[[np.ndarray, Config], np.ndarray],
-    back: Callable[[np.ndarray, Config], np.ndarray],
-    name: str | None = None,
-) -> Change:
-    """Returns the change of a tensor that is one tensor there."""
-    return Change(
-        lambda x, config: (there(x, config),),
-        lambda parts, config: back(parts[0], config),
-        None if name is None else (name,),
-    )
-
-
-def _renamed(name: str) -> Change:
-    return _one(lambda x, config: x, lambda x, config: x, name)
-
-
-def _turned(count: Callable[[Config], int]) -> Change:
-    return _one(
-        lambda x, config: _halves_to_pairs(x, count(config)),
-        lambda x, config: _pairs_to_halves(x, count(config)),
-    )
-
-
-def _regrouped(x: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Swaps two factors of the first axis: [first · second · rest] to [second · first · rest]."""
-    return x.reshape(first, second, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
-
-
-_PAIRS = {
-    "q_proj.weight": _turned(heads),
-    "k_proj.weight": _turned(lambda config: config["num_key_value_heads"]),
-}
-_TRANSPOSED = _one(lambda x, config: x.T, lambda x, config: x.T)
-# Gemma's scales have 1 added, which rounds; both programs multiply by the sum.
-_PLUS_ONE = _one(lambda x, config: x + 1, lambda x, config: x.astype(np.float32) - 1)
-# The filters of a convolution, whose second axis has one element.
-_WITHOUT_SECOND = _one(lambda x, config: x[:, 0], lambda x, config: x[:, None])
-_BY_HEAD = _one(
-    lambda x, config: _regrouped(x, heads(config), 3),
-    lambda x, config: _regrouped(x, 3, heads(config)),
-)
 _KV_HEADS = "attention.head_count_kv"
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -178,41 +121,6 @@ def _layers_of_kv_heads(
     return read
 
 
-def _swapped(name: str) -> Change:
-    """Returns the change of all experts' matrices, which have their outputs first there."""
-    return _one(lambda x, config: x.swapaxes(1, 2), lambda x, config: x.swapaxes(1, 2), name)
-
-
-def _in_turn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.stack([x, y], -1).reshape(*x.shape[:-1], -1)
-
-
-# gpt-oss has the gates and ups of all experts in one tensor, with alternating columns.
-_GATE_UP = Change(
-    lambda x, config: (x[..., ::2].swapaxes(1, 2), x[..., 1::2].swapaxes(1, 2)),
-    lambda parts, config: _in_turn(*(part.swapaxes(1, 2) for part in parts)),
-    ("gate_proj.weight", "up_proj.weight"),
-)
-_GATE_UP_BIAS = Change(
-    lambda x, config: (x[..., ::2], x[..., 1::2]),
-    lambda parts, config: _in_turn(*parts),
-    ("gate_proj.bias", "up_proj.bias"),
-)
-
-
-def _key_and_value(x: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Splits what makes keys and values of latents; each key's is transposed."""
-    x = x.reshape(heads(config), -1, x.shape[-1])
-    size = config["qk_nope_head_dim"]
-    return x[:, :size].swapaxes(1, 2), x[:, size:]
-
-
-def _key_with_value(parts: Sequence[np.ndarray], config: Config) -> np.ndarray:
-    whole = np.concatenate([parts[0].swapaxes(1, 2), parts[1]], 1)
-    return whole.reshape(-1, whole.shape[-1])
-
-
-_LATENT = Change(_key_and_value, _key_with_value, ("k_b_proj.weight", "v_b_proj.weight"))
 _LATENT_KEYS = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.value_length_mla": "v_head_dim",
@@ -270,33 +178,24 @@ def _read_deepseek(settings: dict[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
-def _halves(axis: int, module: str) -> Change:
-    """Returns the change of gates and ups that Hugging Face has in one tensor, along `axis`."""
-    return Change(
-        lambda x, config: np.split(x, 2, axis),
-        lambda parts, config: np.concatenate(parts, axis),
-        (f"{module}.gate_proj.weight", f"{module}.up_proj.weight"),
-    )
-
-
 def _granite_hybrid(shared: str) -> dict[str, Change]:
     """Returns the changes; `shared` has the MLP that all tokens use."""
-    return _PAIRS | {
-        "mamba.conv1d.weight": _WITHOUT_SECOND,
-        "mamba.dt_bias": _renamed("mamba.dt_proj.bias"),
-        "mamba.D": _one(lambda x, config: x[:, None], lambda x, config: x[:, 0]),
+    return PAIRS | {
+        "mamba.conv1d.weight": WITHOUT_SECOND,
+        "mamba.dt_bias": renamed("mamba.dt_proj.bias"),
+        "mamba.D": one(lambda x, config: x[:, None], lambda x, config: x[:, 0]),
         # llama.cpp multiplies by the rate itself, so the file holds its exponential.
-        "mamba.A_log": _one(
+        "mamba.A_log": one(
             lambda x, config: -np.exp(x)[:, None],
             lambda x, config: np.log(-x[:, 0].astype(np.float32)),
         ),
-        "mamba.norm.weight": _one(
+        "mamba.norm.weight": one(
             lambda x, config: x.reshape(config["mamba_n_groups"], -1),
             lambda x, config: x.reshape(-1),
         ),
-        "shared_mlp.input_linear.weight": _halves(0, shared),
-        "shared_mlp.output_linear.weight": _renamed(f"{shared}.down_proj.weight"),
-        "block_sparse_moe.input_linear.weight": _halves(1, "mlp.experts"),
+        "shared_mlp.input_linear.weight": halves(0, shared),
+        "shared_mlp.output_linear.weight": renamed(f"{shared}.down_proj.weight"),
+        "block_sparse_moe.input_linear.weight": halves(1, "mlp.experts"),
     }
 
 
@@ -349,28 +248,6 @@ _MAMBA: dict[str, Callable[[Config], Any]] = {
 }
 
 
-def _deltanet_sizes(config: Config) -> tuple[int, list[int]]:
-    """Returns the key heads of a DeltaNet, and each one's rows of queries, keys, values, gates."""
-    groups, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
-    value_rows = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
-    return groups, [key_dim, key_dim, value_rows, value_rows]
-
-
-def _by_kind(x: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Reorders rows by kind, which Hugging Face has by key head; gates are apart."""
-    groups, rows = _deltanet_sizes(config)
-    kinds = np.split(x.reshape(groups, -1, x.shape[-1]), np.cumsum(rows)[:-1], 1)
-    flat = [kind.reshape(-1, x.shape[-1]) for kind in kinds]
-    return np.concatenate(flat[:3]), flat[3]
-
-
-def _by_key_head(parts: Sequence[np.ndarray], config: Config) -> np.ndarray:
-    groups, rows = _deltanet_sizes(config)
-    kinds = np.split(np.concatenate(parts), np.cumsum(rows)[:-1] * groups)
-    whole = [kind.reshape(groups, -1, kind.shape[-1]) for kind in kinds]
-    return np.concatenate(whole, 1).reshape(-1, parts[0].shape[-1])
-
-
 def _qwen3_next(config: Config) -> dict[str, Any]:
     return {
         "ssm.inner_size": config["linear_num_value_heads"] * config["linear_key_head_dim"],
@@ -393,14 +270,14 @@ def _read_qwen3_next(settings: dict[str, Any], config: Config) -> dict[str, Any]
 
 _RECURRENT = "attention.recurrent_layers"
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
-_LLAMA = Architecture("llama", _KEYS | _HEAD, changes=_PAIRS)
+_LLAMA = Architecture("llama", _KEYS | _HEAD, changes=PAIRS)
 
 # By model_type. The first of several with the same name is the one that a file is read as.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": Architecture(
-        "llama", _KEYS | _HEAD | _USED | {"expert_count": "num_local_experts"}, changes=_PAIRS
+        "llama", _KEYS | _HEAD | _USED | {"expert_count": "num_local_experts"}, changes=PAIRS
     ),
     "qwen2": Architecture("qwen2", _KEYS),
     "qwen3": Architecture("qwen3", _KEYS | _HEAD),
@@ -426,19 +303,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         _gemma_fixed(46, 2),
-        {"norm.weight": _PLUS_ONE},
+        {"norm.weight": PLUS_ONE},
     ),
     "gemma3_text": Architecture(
         "gemma3",
         _GEMMA | {"rope.freq_base_swa": "rope_local_base_freq"},
         _gemma_fixed(62, 6),
-        {"norm.weight": _PLUS_ONE},
+        {"norm.weight": PLUS_ONE},
     ),
     "phi3": Architecture("phi3", _KEYS),
     "granite": Architecture(
         "granite",
         _KEYS | _HEAD | _GRANITE_KEYS,
-        changes=_PAIRS,
+        changes=PAIRS,
     ),
     "smollm3": Architecture(
         "smollm3",
@@ -448,7 +325,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])
             ]
         },
-        _PAIRS,
+        PAIRS,
     ),
     "starcoder2": Architecture(
         "starcoder2",
@@ -468,7 +345,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "conv_bias": lambda config: False,
             "block_auto_adjust_ff_dim": lambda config: False,
         },
-        {"conv.conv.weight": _WITHOUT_SECOND},
+        {"conv.conv.weight": WITHOUT_SECOND},
         _kv_heads_of_layers(FULL),
         _layers_of_kv_heads(FULL, "conv"),
     ),
@@ -489,11 +366,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "tie_word_embeddings": lambda config: False,
         },
         {
-            "self_attn.sinks": _renamed("self_attn.sinks.weight"),
-            "gate_up_proj": _GATE_UP,
-            "gate_up_proj_bias": _GATE_UP_BIAS,
-            "experts.down_proj": _swapped("experts.down_proj.weight"),
-            "experts.down_proj_bias": _renamed("experts.down_proj.bias"),
+            "self_attn.sinks": renamed("self_attn.sinks.weight"),
+            "gate_up_proj": GATE_UP,
+            "gate_up_proj_bias": GATE_UP_BIAS,
+            "experts.down_proj": swapped("experts.down_proj.weight"),
+            "experts.down_proj_bias": renamed("experts.down_proj.bias"),
         },
     ),
     "deepseek_v3": Architecture(
@@ -509,8 +386,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         {"rope_interleave": lambda config: True},
         {
-            "kv_b_proj.weight": _LATENT,
-            "e_score_correction_bias": _renamed("e_score_correction.bias"),
+            "kv_b_proj.weight": LATENT,
+            "e_score_correction_bias": renamed("e_score_correction.bias"),
         },
         _deepseek,
         _read_deepseek,
@@ -555,15 +432,15 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mlp_only_layers": lambda config: [],
         },
         {
-            "linear_attn.norm.weight": _renamed("linear_attn.norm.weight"),
-            "norm.weight": _PLUS_ONE,
-            "linear_attn.conv1d.weight": _WITHOUT_SECOND,
-            "linear_attn.dt_bias": _renamed("linear_attn.dt_proj.bias"),
-            "linear_attn.A_log": _one(
+            "linear_attn.norm.weight": renamed("linear_attn.norm.weight"),
+            "norm.weight": PLUS_ONE,
+            "linear_attn.conv1d.weight": WITHOUT_SECOND,
+            "linear_attn.dt_bias": renamed("linear_attn.dt_proj.bias"),
+            "linear_attn.A_log": one(
                 lambda x, config: -np.exp(x), lambda x, config: np.log(-x.astype(np.float32))
             ),
             "in_proj_qkvz.weight": Change(
-                _by_kind, _by_key_head, ("in_proj_qkv.weight", "in_proj_z.weight")
+                by_kind, by_key_head, ("in_proj_qkv.weight", "in_proj_z.weight")
             ),
         },
         _qwen3_next,
@@ -579,7 +456,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.head_count": "n_head",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
-        changes=dict.fromkeys(("c_attn.weight", "c_proj.weight", "c_fc.weight"), _TRANSPOSED),
+        changes=dict.fromkeys(("c_attn.weight", "c_proj.weight", "c_fc.weight"), TRANSPOSED),
     ),
     "gpt_neox": Architecture(
         "gptneox",
@@ -589,6 +466,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_parallel_residual": "use_parallel_residual",
             "rope.freq_base": "rotary_emb_base",
         },
-        changes={"query_key_value.weight": _BY_HEAD, "query_key_value.bias": _BY_HEAD},
+        changes={"query_key_value.weight": BY_HEAD, "query_key_value.bias": BY_HEAD},
     ),
 }

@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from lmlib.gguf import rope, tokenizers
 from lmlib.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
+from lmlib.gguf.changes import head_dim
 from lmlib.gguf.tensors import grouped
 from lmlib.hf.families import described_by
 from lmlib.hf.load import Progress
@@ -158,7 +159,7 @@ def _config(
     config |= architecture.reads(own, config)
     if (limit := own.pop("context_length", None)) is not None:
         config["max_position_embeddings"] = limit
-    if own.pop("attention.value_length", None) not in (None, rope.head_dim(config)):
+    if own.pop("attention.value_length", None) not in (None, head_dim(config)):
         raise ValueError(f"{name}.attention.value_length differs from the size of a head")
     factors = {name: _values(each) for name, each in tensors.items() if name.startswith("rope_f")}
     config |= rope.read(own, factors, config)

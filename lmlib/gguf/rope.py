@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.gguf.architectures import Config, head_dim
+from lmlib.gguf.changes import Config, head_dim
 from lmlib.models.families.hugging_face.parts import FULL
 
 FREQUENCIES = "rope_freqs.weight"

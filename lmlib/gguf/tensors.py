@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from lmlib.gguf.architectures import Architecture, Change, Config
+from lmlib.gguf.architectures import Architecture
+from lmlib.gguf.changes import Change, Config
 from lmlib.hf.names import Placed
 
 KINDS = {
@@ -58,7 +59,7 @@ class Group(NamedTuple):
 
 
 def grouped(wanted: Iterable[Placed], architecture: Architecture, layers: int) -> dict[str, Group]:
-    """Returns what each tensor of a GGUF file holds. Parts of one tensor follow each other.
+    """Returns the content of each tensor of a GGUF file. Parts of one tensor follow each other.
 
     All experts of a layer are one tensor there. Raises ValueError if a tensor has no name there.
     """
