@@ -91,6 +91,8 @@ class LoRAMatrix(Matrix):
         return eqx.tree_at(lambda one: one.base, every, replace=False)
 
     def counts(self) -> "LoRAMatrix":
+        if self.base is None:  # trained weights alone
+            return super().counts()
         return eqx.tree_at(lambda one: one.base, super().counts(), counts(self.base))
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> "LoRAMatrix":
