@@ -5,14 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-import torch
-from safetensors.numpy import load_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    Gemma2Config,
-    LlamaConfig,
-    Qwen3Config,
-)
+from small_folder import tensors_of
 
 from lmlib.compute import Compute
 from lmlib.data.batch import packed_batch
@@ -24,21 +17,26 @@ from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.reward import RewardModel, reward_model
 
+torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
+transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
+
 FLOAT32 = Compute(dtype="float32")
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "num_labels": 1,
 }  # fmt: skip
 CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
 }
 
 
 def transformers_model(config):
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager"
+    )
     with torch.no_grad():
         for each in model.parameters():
             each.add_(0.1 * torch.randn_like(each))
@@ -80,13 +78,13 @@ def test_rewards_are_those_of_transformers_both_ways(tmp_path, family):
     expected = theirs(original, texts)
     np.testing.assert_allclose(rewards(model, texts), expected, atol=1e-5)
     save(model, tmp_path / "ours", settings={"pad_token_id": 0})
-    again = AutoModelForSequenceClassification.from_pretrained(
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", dtype="float32"
     )
     assert type(again) is type(original) and again.config.num_labels == 1
     assert again.config.pad_token_id == 0
     np.testing.assert_allclose(theirs(again, texts), expected, atol=1e-6)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    one, other = (tensors_of(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)

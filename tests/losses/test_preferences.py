@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
 from sentinels import sentinels
+from small_folder import tensors_of
 
 from lmlib import train
 from lmlib.compute import Compute
@@ -124,7 +124,7 @@ def reported(objective, batch, names, mesh, microbatches, tmp_path):
         gradients, found, count = jax.jit(step)(state, placed)
         assert int(count) == len(golden()["examples"])
     save(gradients, tmp_path / "gradients")
-    by_name = load_file(tmp_path / "gradients/model.safetensors")
+    by_name = tensors_of(tmp_path / "gradients/model.safetensors")
     return {name: float(each) for name, each in found.metrics.items()}, by_name
 
 
@@ -135,7 +135,7 @@ def check(name, metrics, gradients, names=NAMES):
         wanted.pop("cross_entropy", None)
     found = {each: metrics[each] for each in wanted}
     assert len(found) >= 4 and found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-    of_cases = load_file(GOLDEN / "gradients.safetensors")
+    of_cases = tensors_of(GOLDEN / "gradients.safetensors")
     begin = f"{name}:"
     of_case = {key.removeprefix(begin): x for key, x in of_cases.items() if key.startswith(begin)}
     assert of_case.keys() == gradients.keys()

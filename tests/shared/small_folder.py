@@ -47,6 +47,12 @@ def with_head(folder, make):
     rewritten(folder, lambda held: held | {HEAD: make(held["model.embed_tokens.weight"])})
 
 
+def tensors_of(file):
+    """Returns the arrays of a file by name, without the package safetensors."""
+    stored = read_header(file)
+    return {name: each.read(0, each.size).reshape(each.shape) for name, each in stored.items()}
+
+
 def assert_same_tensors(one, other):
     """Asserts that two files or folders hold the same tensors, with the same dtypes."""
     found, expected = (
