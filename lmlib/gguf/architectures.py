@@ -17,6 +17,7 @@ from lmlib.gguf.changes import (
     LATENT,
     PAIRS,
     PLUS_ONE,
+    RATE,
     TRANSPOSED,
     WITHOUT_SECOND,
     Change,
@@ -156,6 +157,33 @@ def _read_latent(settings: dict[str, Any], config: Config) -> dict[str, Any]:
         if key in settings and (own := settings.pop(key)) != value:
             raise ValueError(f"its {key} is {own!r:.80}, not {value}")
     return found
+
+
+def _kimi(config: Config) -> dict[str, Any]:
+    linear = config["linear_attn_config"]
+    if linear.get("num_heads") != config["num_attention_heads"]:
+        raise ValueError("llama.cpp has kimi_linear only with as many heads in all layers")
+    attends = linear["full_attn_layers"]  # from 1
+    counts = [int(layer + 1 in attends) for layer in range(config["num_hidden_layers"])]
+    return {
+        **_latent(config),
+        _KV_HEADS: counts,
+        **{key: linear[own] for key, own in _KDA.items()},
+    }
+
+
+def _read_kimi(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    counts = list(enumerate(settings.pop(_KV_HEADS), 1))
+    linear = {own: settings.pop(key) for key, own in _KDA.items()}
+    linear |= {
+        "num_heads": heads(config),
+        "kda_layers": [layer for layer, count in counts if not count],
+        "full_attn_layers": [layer for layer, count in counts if count],
+    }
+    return {"linear_attn_config": linear, **_read_latent(settings, config)}
+
+
+_KDA = {"kda.head_dim": "head_dim", "ssm.conv_kernel": "short_conv_kernel_size"}
 
 
 def _deepseek(config: Config) -> dict[str, Any]:
@@ -436,15 +464,34 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm.weight": PLUS_ONE,
             "linear_attn.conv1d.weight": WITHOUT_SECOND,
             "linear_attn.dt_bias": renamed("linear_attn.dt_proj.bias"),
-            "linear_attn.A_log": one(
-                lambda x, config: -np.exp(x), lambda x, config: np.log(-x.astype(np.float32))
-            ),
+            "linear_attn.A_log": RATE,
             "in_proj_qkvz.weight": Change(
                 by_kind, by_key_head, ("in_proj_qkv.weight", "in_proj_z.weight")
             ),
         },
         _qwen3_next,
         _read_qwen3_next,
+    ),
+    "kimi_linear": Architecture(
+        "kimi-linear",
+        _SIZES
+        | _LATENT_KEYS
+        | {
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_token",
+            "expert_shared_count": "num_shared_experts",
+            "expert_group_count": "num_expert_group",
+        },
+        {"q_lora_rank": lambda config: None, "moe_renormalize": lambda config: True},
+        {
+            "kv_b_proj.weight": LATENT,
+            "e_score_correction_bias": renamed("e_score_correction.bias"),
+            "self_attn.dt_bias": renamed("self_attn.dt_proj.bias"),
+            "self_attn.A_log": RATE,
+        },
+        _kimi,
+        _read_kimi,
     ),
     "gpt2": Architecture(
         "gpt2",

@@ -84,6 +84,8 @@ TRANSPOSED = one(lambda x, config: x.T, lambda x, config: x.T)
 # Gemma's scales have 1 added, which rounds; both programs multiply by the sum.
 PLUS_ONE = one(lambda x, config: x + 1, lambda x, config: x.astype(np.float32) - 1)
 
+# The rate by which a state decays, as llama.cpp multiplies by it, instead of its logarithm.
+RATE = one(lambda x, config: -np.exp(x), lambda x, config: np.log(-x.astype(np.float32)))
 # The filters of a convolution, whose second axis has one element.
 WITHOUT_SECOND = one(lambda x, config: x[:, 0], lambda x, config: x[:, None])
 

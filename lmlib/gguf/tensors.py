@@ -20,7 +20,8 @@ KINDS = {
 _BLOCK = 32  # weights with one scale, in Q8_0 and Q4_0
 _WIDE = (  # stay in float32
     "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "shortconv.conv.weight",
-    "ssm_conv1d.weight", "ffn_gate_inp_shexp.weight",
+    "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight",
+    "ffn_gate_inp_shexp.weight",
 )  # fmt: skip
 _VOCABULARY = ("token_embd.weight", "output.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+\.weight)")

@@ -23,7 +23,8 @@ FLOAT32 = Compute(dtype="float32")
 NEW, LENGTH = 100, 24
 # GELU is a table of float16 values in llama.cpp. DeltaNets sum in another order there.
 ROUNDED = {
-    "gpt2", "starcoder2", "gpt_neox", "gpt_neox_in_turn", "gemma2", "gemma3", "qwen3_next"
+    "gpt2", "starcoder2", "gpt_neox", "gpt_neox_in_turn", "gemma2", "gemma3", "qwen3_next",
+    "kimi_linear",
 }  # fmt: skip
 
 

@@ -114,6 +114,17 @@ CONFIGS = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "partial_rotary_factor": 0.5,
     },
+    "kimi_linear": {
+        "model_type": "kimi_linear", "num_hidden_layers": 4, "num_key_value_heads": 4,
+        "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_token": 3,
+        "num_expert_group": 3, "topk_group": 2, "kv_lora_rank": 20, "q_lora_rank": None,
+        "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "routed_scaling_factor": 0.5, "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 4, "head_dim": 16,
+            "short_conv_kernel_size": 3,
+        },
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": None},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "gpt2": {
