@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 7_095),
-    "fit": ("import runner.training.fit\n", 165, 19_809),
+    "fit": ("import runner.training.fit\n", 165, 19_811),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
