@@ -65,6 +65,6 @@ def test_existing_files_and_families_without_gguf_are_refused(folder, tmp_path):
     (tmp_path / "there.gguf").write_text("mine")
     with pytest.raises(ConfigError, match=r"there.gguf exists: give a new file"):
         convert.bring_gguf_out(str(folder), tmp_path / "there.gguf")
-    with pytest.raises(ValueError, match="GGUF files of deepseek_v3 are not supported"):
-        convert.bring_gguf_out(str(GOLDEN / "deepseek_v3"), tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="GGUF files of olmo_hybrid are not supported"):
+        convert.bring_gguf_out(str(GOLDEN / "olmo_hybrid"), tmp_path / "other.gguf")
     assert not (tmp_path / "other.gguf").exists()
