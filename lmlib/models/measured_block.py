@@ -37,7 +37,7 @@ class Largest(NamedTuple):
 
 
 class MeasuredBlock(Block):
-    """A `Block` whose tallies are those of its MLP, and `Largest` of its heads' logits.
+    """A `Block` with its MLP's tallies, and `Largest` of its heads' logits.
 
     Logits are scale · q · k of queries and keys that attend to each other, in the whole batch. They
     are computed once more in the forward pass, whatever kernel attention has, which takes a sixth

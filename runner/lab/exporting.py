@@ -48,7 +48,7 @@ from runner.errors import ConfigError, error_text
 from runner.jax_settings.devices import start_devices
 
 MAY_CHANGE = ("model", "optimizer", "objective", "scaling", "average", "trainable")
-_OPTIMIZER = ("begin", "step", "weights")  # what an optimizer alone determines
+_OPTIMIZER = ("begin", "step", "weights")  # only an optimizer determines these
 # JAX refuses to save calls of functions outside the program, except these.
 _HARMLESS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 
