@@ -42,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes share a GPU
     else:
         _simulate_devices()
-    # Many tests compile the same step, some of them in processes of their own, and those of
-    # pytest-xdist find the folder in their environment.
+    # Many tests compile the same step, some in their own processes. The processes of pytest-xdist
+    # find the folder in their environment.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _folder_of_programs(config)
     os.environ.update(compiled_programs.SETTINGS)
@@ -66,8 +66,8 @@ def _simulate_devices() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Backwards, since long files come late in the alphabet; those of tests/data, all short, come
-    # last, when a process may have none left.
+    # Backwards, since long files come late in the alphabet. The short files of tests/data come
+    # last, when a process may have nothing else left.
     items.sort(key=lambda item: (item.path.parent.name != "data", item.path), reverse=True)
     if turn := config.getoption("--turn"):
         _deselect(config, items, left_for_another(items, turn))
@@ -95,8 +95,8 @@ def stats():
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Lets go of compiled programs between files once there are many: each is some mappings of
-    memory, of which Linux gives a process 65,530. Without any left XLA's compiler ends it."""
+    """Deletes compiled programs between files once there are many. Each one uses some memory
+    mappings. Linux allows 65,530 per process, and XLA's compiler crashes without any left."""
     if nextitem is not None and nextitem.path != item.path and _mappings() > MANY_MAPPINGS:
         import jax
 

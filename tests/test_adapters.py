@@ -347,7 +347,7 @@ def test_experts_are_adapted_where_they_are_asked_for_by_name():
 
 def test_flops_count_what_a_token_uses():
     model, groups = adapted_experts(), adapters()
-    rank, tokens_of_attention = 4, 6 * 2 * E * S  # of scores and of what they weigh
+    rank, tokens_of_attention = 4, 6 * 2 * E * S  # for scores and for weighted values
     of_experts = 3 * E * F * TOP * 4 + 3 * (E + F) * rank * TOP * 6
     query = E * E * 4 + 2 * E * rank * 6
     others = 2 * E * (E // 2) * 4 + E * E * 4 + E * X * 4

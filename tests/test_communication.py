@@ -59,7 +59,7 @@ def test_each_layer_is_gathered_in_bfloat16_inside_the_scan():
     "mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"expert": 8}, {"data": 8}, {"tensor": 4}]
 )
 def test_gathers_follow_fsdp_and_expert_alone(mesh):
-    """In the compiled program, and never of a whole stack."""
+    """The compiled program never gathers a whole stack."""
     results = re.findall(r" = (.*?) all-gather(?:-start)?\(", lowered(**mesh).compile().as_text())
     shapes = (shape for result in results for shape in re.findall(r"\w+\[([\d,]*)\]", result))
     gathered = [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]

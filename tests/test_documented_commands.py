@@ -1,8 +1,8 @@
 """Every block of code and every command of README and docs/ runs as it is printed.
 
-Each page has a folder of its own and goes from top to bottom: its commands, then its Python in one
-process. Names that stand for the reader's own files get those of `documented_world`, and runs are
-made short. What cannot run here is listed below with the reason; its flags are checked too.
+Each page has its own folder and goes from top to bottom: its commands, then its Python in one
+process. The reader's own files are replaced by files of `documented_world`, and runs are made
+short. Commands that cannot run here are listed below with the reason; their flags are checked too.
 """
 
 import json
@@ -20,14 +20,14 @@ from forked_processes import Ended, run_forked
 from sentinels import sentinels
 
 TABLES = json.loads((ROOT / "tests/shared/documented_commands.json").read_text(encoding="utf-8"))
-# Names on a page, and what has it here, unless a command of the page makes it.
+# Names on a page, and the tests' replacements, unless a command of the page makes them.
 STANDS_FOR = TABLES["stands for"]
-# What would take long or more devices, in the order of replacement. .ci/run makes README.md's first
-# run whole; tests/runner/commands/test_runs.py has the programs of the coordinate check.
+# Replacements for commands that take long or need more devices, in order. .ci/run makes README.md's
+# first run whole; tests/runner/commands/test_runs.py has the programs of the coordinate check.
 SHORTER = TABLES["shorter"]
 # Commands and Python that do not run here, by how they begin, and why.
 NOT_RUN, NOT_RUN_PYTHON = TABLES["not run"], TABLES["not run python"]
-# Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.
+# Python that is an excerpt of a file: test_documentation.py compares huggingface.md's.
 EXCERPTS = TABLES["excerpts"]
 # Names that a reader has before the Python of a page.
 IN_HAND = dict.fromkeys(

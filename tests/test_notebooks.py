@@ -1,6 +1,6 @@
 """Every notebook runs from its first cell to its last, with the kinds of output stored in it.
 
-Its runs are made short, and their programs are compiled as those of other tests are."""
+Its runs are made short, and their programs are compiled like other tests' programs."""
 
 import importlib.util
 import re

@@ -92,7 +92,7 @@ def test_all_of_a_step_is_on_the_disk_before_it_gets_its_name(saved):
     for name in files:
         assert last(calls, ("fsync", str(step / name))) < manifest
     for place in {(step / name).parent for name in files}:
-        # After the last name in it was given: those in the step's folder are of its parts.
+        # After its last file got its name. The step's folder holds the names of its parts.
         assert ("fsync", str(place)) in calls[:named]
     given = last(calls, ("rename", str(step / "state")))
     assert given < manifest < last(calls[:named], ("fsync", str(step))) < named

@@ -105,7 +105,7 @@ def test_a_job_that_others_preempt_saves_and_goes_on_after_them(cluster, undistu
 
 
 def test_a_job_at_its_time_limit_saves_and_is_requeued(cluster):
-    """Of a run without end; SLURM may send the signal up to a minute earlier than asked."""
+    """The run has no end. SLURM may send the signal up to a minute earlier than asked."""
     arguments = ("--nodes=1", "--time=2", "--signal=TERM@30", SCRIPT, *EXPERIMENT)
     workdir = cluster.folder / "limited"
     number = cluster.submit(*arguments, "--fdl.steps=1_000_000", f"--workdir={workdir}")

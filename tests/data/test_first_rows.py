@@ -31,7 +31,7 @@ class Own(Synthetic):
 
 
 def with_field(name, change):
-    """Of another field than `Batch` has; its own checks would refuse it while the tests run."""
+    """Changes a field to a value that `Batch` does not accept while the tests run its checks."""
     return lambda batch: eqx.tree_at(
         lambda b: getattr(b, name), batch, change(getattr(batch, name))
     )

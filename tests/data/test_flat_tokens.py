@@ -253,8 +253,8 @@ def source_of(example, **settings):
 @pytest.mark.parametrize("length", [2, 9, 40])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_rows_that_begin_with_a_document(example, example_documents, length, seed):
-    """An epoch predicts each of a document's first tokens once, from all before it: its (position,
-    token, target) are those of a loop over documents."""
+    """An epoch predicts each of a document's first tokens once, from all tokens before it: its
+    (position, token, target) triples equal the ones of a loop over documents."""
     source = FlatTokens(str(example), "train", 4, length, seed=seed, begin_with_documents=True)
     expected = Counter(
         (position, *cut[position : position + 2])

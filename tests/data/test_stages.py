@@ -134,7 +134,7 @@ PIECE = 8  # tokens that are shuffled as one
     st.sampled_from([0, 7, None]),
 )
 def test_rows_cut_from_the_same_pieces_have_one_text_in_one_order(example, shapes, seed):
-    """Whether they become longer or shorter; at a change less than one row is passed over."""
+    """True for longer and for shorter rows. A change skips less than one row."""
 
     def source(rows, length):
         return FlatTokens(str(example), "train", rows, length, seed=seed, shuffled_length=PIECE)

@@ -125,7 +125,7 @@ def test_a_table_needs_a_column_of_text(tmp_path, content, message):
 
 
 def test_a_long_cell_is_an_error(tmp_path, monkeypatch):
-    """Where it ends would be a guess."""
+    """Its end would be a guess."""
     monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 200_000)
     (tmp_path / "rows.csv").write_text(
         "text\n" + "a" * 150_000 + '\n"' + "b\n" * 150_000 + '"\nc\n'

@@ -41,8 +41,8 @@ def made():
 
 @functools.cache
 def nats_of(overlap):
-    """(position in its window, nats) of each target of each document, by the windows' definition,
-    from the whole logits of each window alone."""
+    """Returns (position in its window, nats) of each target of each document, by the definition of
+    windows, from the logits of one window at a time."""
     model = made()
     logits = jax.jit(
         lambda tokens_BS: model(tokens_BS, single_document_context(tokens_BS, FLOAT32))

@@ -25,7 +25,7 @@ def test_sizes_tokens_and_batch_follow_from_depth(depth, ratio, step, width):
     map_weights(lambda w, x: sizes.update({w.path: (w, x.size)}), model)
     counted = sum(size for weight, size in sizes.values() if weight.declaration.multiplied)
     assert cfg.steps == int(ratio * counted) // step
-    # As nanochat's Muon, whose rate is 0.02 at depth 12, and grows with the root of the batch.
+    # nanochat's Muon has a rate of 0.02 at depth 12, which grows with the root of the batch.
     assert cfg.optimizer.peak_lr * 0.2 * width**0.5 == pytest.approx(0.02 * (step / 2**19) ** 0.5)
 
 

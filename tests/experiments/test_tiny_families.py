@@ -27,7 +27,7 @@ def losses(result):
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, tmp_path_factory):
-    """The family's name, the run's folder, and what it left."""
+    """Returns the family's name, the run's folder and its result."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, folder, fit(tiny(request.param, *MESH), folder / "whole")
 

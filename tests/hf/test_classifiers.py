@@ -44,7 +44,7 @@ def transformers_model(config):
 
 
 def rewards(model, texts):
-    """Of each text, which has a row of its own."""
+    """Returns the reward of each text. Each text has its own row."""
     T = 1 + max(map(len, texts))
     tokens_BT = np.array([text + [0] * (T - len(text)) for text in texts], np.int32)
     lengths_B = np.array([len(text) for text in texts])

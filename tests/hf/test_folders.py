@@ -101,7 +101,7 @@ def test_old_names_of_keys_mean_the_same(tmp_path, name):
     assert described(tmp_path).arguments == expected.arguments
 
 
-# OLMo Hybrid says that it has no rope in `rope_parameters` alone: no old reader knows the family.
+# Only `rope_parameters` says that OLMo Hybrid lacks rope: old readers do not know the family.
 NO_ROPE = ("gpt2", "granite_hybrid", "kimi_linear", "kimi_linear_query_latent", "olmo_hybrid")
 WITH_ROPE = [name for name in FOLDERS if name not in NO_ROPE]
 

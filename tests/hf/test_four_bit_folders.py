@@ -65,7 +65,7 @@ def folders(request, tmp_path_factory):
 def loaded(folder, **settings):
     torch, transformers = torch_and_transformers()
     settings = {"dtype": torch.float32} | settings
-    # In evaluation on a CPU, bitsandbytes multiplies in bfloat16.
+    # bitsandbytes multiplies in bfloat16 in evaluation mode on a CPU.
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **settings).train()
 
 

@@ -32,7 +32,7 @@ from lmlib.parallel.layout import sharding
 
 SOME = ("llama_3_1", "gemma3", "gpt2")
 SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
-# In bfloat16, routers choose some other experts, in transformers too. That changes much more than
+# Routers choose some other experts in bfloat16, in transformers too. That changes much more than
 # rounding if shares do not add up to one or gates are steep. Unlike lmlib, its reference paths of
 # recurrent layers multiply in float32.
 CHOOSY = (

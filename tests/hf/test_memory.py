@@ -91,7 +91,7 @@ def folder(tmp_path_factory):
 
 
 def measured(part, folder, target):
-    """What a new process prints that reads `folder`."""
+    """Returns the output of a new process that reads `folder`."""
     ended = subprocess.run(
         [sys.executable, "-c", PROCESS, part, folder, target, ROOT / "tests/hf/golden/llama"],
         env=os.environ

@@ -205,6 +205,6 @@ def test_flops_are_those_of_the_products():
         found = count_flops(jax.make_jaxpr(step)(state, abstract_batch(B, S, mesh)))
     of_decoder = 2 * (6 * of_layer + attention) + 6 * V * E
     assert found.of("forward", "backward") == (of_decoder + 2 * of_head) * B * S
-    # Each layer again, but for its last product, and neither combinations nor logits.
+    # Each layer again, except for its last product; neither combinations nor logits.
     again = 2 * (of_layer - E * F) + attention / 3
     assert found.of("recomputation") == 4 * again * B * S

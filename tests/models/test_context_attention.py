@@ -30,8 +30,7 @@ MESHES = {
     "context 8": {"context": 8},
     "fsdp 2, context 2, tensor 2": {"fsdp": 2, "context": 2, "tensor": 2},
 }
-# Of tiles the smallest pieces are half a tile, the largest two. Of kernels a piece has 128 tokens
-# or some.
+# Pieces for tiles have half a tile to two tiles. Pieces for kernels have 128 tokens or a few.
 OF_TILES = dict.fromkeys(MESHES, 1_024)
 OF_KERNELS = {**OF_TILES, "context 8": 2_048, "fsdp 2, context 2, tensor 2": 512}
 WINDOWS = [None, 100, 300]  # within a tile; over several pieces
@@ -87,7 +86,7 @@ def on_one_device(fused, S, kv_heads, window):
 
 
 def on_a_mesh(given, *sinks, sizes, order, kernel, window):
-    """As `found`, each array on the mesh, its tokens in the order of the devices and back. Tiles
+    """Same as `found`, with arrays on the mesh and tokens in the devices' order and back. Tiles
     compute in float64, fused kernels in float32."""
     fused = kernel in FUSED
     settings = {"implementation": kernel if fused else "auto", "order": order}

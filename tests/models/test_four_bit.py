@@ -27,7 +27,7 @@ MODEL = functools.partial(
 )
 SHAPES = jax.eval_shape(MODEL, key=jax.random.key(0))
 IN = {"nf4": nf4.in_nf4, "mxfp4": mxfp4.in_mxfp4}
-# The folder's order of each matrix: rows of what products sum over.
+# The folder's axis order of each matrix: products sum over the last axes.
 ROWS = {
     "query": (1, 2, 0), "key": (1, 2, 0), "value": (1, 2, 0), "output": (2, 0, 1),
     "gate": (1, 0), "up": (1, 0), "down": (1, 0),
@@ -36,7 +36,7 @@ ROWS = {
 
 @functools.cache
 def weights():
-    """Weights with bfloat16's values, whose sums have no rounding errors in any order."""
+    """Returns weights with bfloat16 values. Their sums are exact in any order."""
     return jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), drawn(SHAPES))
 
 

@@ -46,7 +46,7 @@ def loss(part, x_BSE):
 
 
 def defined(part, x_BSE):
-    """As `loss`, head by head."""
+    """Same as `loss`, head by head."""
     seen_BST = (SEGMENTS_BS[:, :, None] == SEGMENTS_BS[:, None]) & np.tri(S, dtype=bool)
     y_BSE = jnp.zeros((B, S, E))
     for h in range(H):

@@ -223,8 +223,8 @@ def assert_rotations(rotations, row, positions, factors):
 
 
 def test_yarns_ramp_goes_from_one_whole_pair_to_another():
-    """Of 64 pairs with base 10,000 over 4,096 positions, pair 20.94 turns 32 times and pair 45.03
-    once: up to 20 they stay, from 46 on they are divided."""
+    """With 64 pairs, base 10,000 and 4,096 positions, pair 20.94 turns 32 times and pair 45.03
+    once. Pairs up to 20 stay, and pairs from 46 on are divided."""
     rotary = Rotary(128, 10_000.0, Yarn(16.0, 10_000.0, 4_096))
     cos, sin = (
         table[0, 0, 0] for table in rotary.rotations(jnp.ones((1, 1), jnp.int32), "float32")

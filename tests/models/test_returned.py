@@ -1,5 +1,5 @@
-"""Mistakes in a user's part are refused by name: those of its declaration by `Experiment.check`,
-and what it returns while the step is traced; nothing is unpacked along the batch or broadcast."""
+"""Mistakes in a user's part are refused by name. `Experiment.check` finds wrong declarations, and
+tracing finds wrong returned values. Nothing is unpacked along the batch or broadcast."""
 
 import functools
 

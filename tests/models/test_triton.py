@@ -56,7 +56,7 @@ def test_tiles_that_see_each_other_are_visited_and_others_seldom(row):
     assert np.all(by_queries_NM >= visible_NM) and np.all(by_keys_NM >= visible_NM)
     assert visible_NM[range(N), of_queries_N4[:, 0]].all()
     assert visible_NM[range(N), of_queries_N4[:, 3] - 1].all()
-    # Between the first and the last that a tile of keys has to visit, all see it or lie in a gap.
+    # All tiles between the first and the last that a tile of keys visits see it or are in a gap.
     first_N = visible_NM & (visible_NM.cumsum(axis=0) == 1)
     assert np.array_equal(by_keys_NM & first_N, first_N)
     # No mask where all is visible, and nowhere else.
@@ -80,7 +80,7 @@ def within(ranges_4, tiles):
     ("target", "head_dim", "dtype"),
     [
         *itertools.product(["a100:1x1", "h100:1x1", "b200:1x1"], [64, 80, 128, 256], ["bfloat16"]),
-        # Of the least shared memory the most is asked.
+        # float32 needs the most shared memory, and an A100 has the least.
         *itertools.product(["a100:1x1"], [128, 256], ["float32"]),
     ],
 )

@@ -75,7 +75,7 @@ def test_heads_above_the_threshold_are_scaled_to_it_and_the_others_stay(kv_heads
         np.testing.assert_allclose(queries, keys, rtol=1e-4)
     else:
         assert np.all(keys == 1)
-    # With a rate of nearly nothing the next step has the logits of the clipped weights.
+    # The next step has the logits of the clipped weights, since the rate is almost 0.
     still = functools.partial(muon, peak_lr=1e-12, weight_decay=0.0)
     run = run_of(0.5, DEVICE, still, kv_heads=kv_heads, layers=1)
     step, state = compiled(run), run.initial_state()

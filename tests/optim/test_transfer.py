@@ -27,10 +27,10 @@ LLAMA = functools.partial(llama, vocab=128, embed=128, layers=4, heads=8, mlp=25
 BASE = {"embed": 32, "heads": 2, "mlp": 64, "layers": 1}
 M = 4  # times as wide, and as deep
 
-# Of weights in layers, by the ends of their paths, and others: the paper's initial variance in
-# units of its base's; the multiplier in front; the learning rate; the epsilon. Table 1, α = 1; its
-# multiplier of what blocks add is in front of the matrices that write, of logits in front of the
-# unembedding, or of a tied model's last norm.
+# For weights in layers, by the ends of their paths, and for others: the paper's initial variance
+# in units of its base's; the multiplier in front; the learning rate; the epsilon. Table 1, α = 1.
+# The multiplier of a block's output is in front of the matrices that write. The multiplier of
+# logits is in front of the unembedding, or of a tied model's last norm.
 IN = {"variance": 1 / M, "multiplier": 1, "rate": 1 / M, "epsilon": 1 / M**2}
 OUT = IN | {"multiplier": 1 / M}
 VECTOR = {"variance": 1, "multiplier": 1, "rate": 1, "epsilon": 1 / M**2}
@@ -150,7 +150,7 @@ def test_a_model_smaller_than_its_base_is_the_other_way_round():
 
 def test_orthogonal_updates_change_outputs_alike_at_every_width_and_depth():
     """The norm of √(larger side) times an orthogonal matrix, times the factor, is √(outputs /
-    inputs) in units of the base's; of what writes, over the depth."""
+    inputs) in units of the base's. Matrices that write are also divided by the depth."""
 
     def norm(rows, columns):
         return math.sqrt(max(rows, columns))

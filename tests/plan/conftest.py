@@ -1,5 +1,5 @@
-"""What is planned is marked: CI asks the slow ones of the newest compilers alone, but for those of
-CPUs, which are here."""
+"""Marks the tests of plans: CI runs the slow ones with the newest compilers only. Plans for CPUs
+run with both."""
 
 from pathlib import Path
 

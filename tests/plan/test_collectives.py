@@ -1,5 +1,5 @@
 """Collectives found in compiled programs, against programs whose collectives are written by hand
-with `jax.shard_map`, and against XLA's text for those that no CPU program has.
+with `jax.shard_map`, and against XLA's text for collectives that CPU programs never have.
 """
 
 import functools

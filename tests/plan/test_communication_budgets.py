@@ -186,7 +186,7 @@ def sharded(fsdp, data=1, t=1, axes=("fsdp",)):
 
 CONTEXT = ("fsdp", "context")
 # Sizes of the mesh, settings of the model, and the accepted budgets: XLA's versions differ. These
-# include the budgets of FSDP alone and of TP alone.
+# include the budgets of only FSDP and of only TP.
 LAYOUTS = {
     "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
@@ -364,8 +364,8 @@ def weights_beside_experts(on_cpu):
 
 
 def in_slots(on_cpu):
-    """With one round a stage has STAGED / STAGE layers, and all microbatches go through them. A
-    slot passes rows to the next stage, and waiting and finished rows one stage up."""
+    """A stage has STAGED / STAGE layers in one round, and all microbatches go through them. A slot
+    passes rows to the next stage, and waiting and finished rows one stage up."""
     slots = B // FSDP + STAGE - 1
     rows = functools.partial(sends, "collective-permute", ("stage",), dtype="any", count=3 * slots)
     weights = functools.partial(

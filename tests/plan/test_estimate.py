@@ -145,7 +145,7 @@ def test_nothing_is_made_up_about_devices_whose_rates_are_unknown():
 def test_seconds_of_a_route():
     # Eight hosts of eight: each device sends its host's share, 1/8, over the network.
     both = Route(8, 8, link_bandwidth=1e9, network_bandwidth=1e8, latency=0.0, mean_hops=1.0)
-    flat = 63 * 10**9  # what a ring of 64 sends of 64 GB
+    flat = 63 * 10**9  # sent in a ring of 64 for 64 GB
     on_links, on_network = 64 * 7 / 8, 64 / 8 * 7 / 8 * 10
     assert both.seconds(flat, "all-gather") == pytest.approx(max(on_links, on_network))
     slow = dataclasses.replace(both, network_bandwidth=1e7)
@@ -177,7 +177,7 @@ def devices_of(target):
 @pytest.mark.parametrize(
     ("target", "sizes", "axes", "inside", "outside", "links"),
     [
-        # 4 × 4 is no ring in either dimension: one way along each.
+        # 4 × 4 has a ring in neither dimension: one way along each.
         ("v5e:4x4", {"fsdp": 16}, ("fsdp",), 16, 1, 2),
         ("v5e:4x4", {"fsdp": 4, "tensor": 4}, ("tensor",), 4, 1, 1),
         # 16 × 16 is: both ways.
@@ -200,7 +200,7 @@ def test_routes_on_real_topologies(target, sizes, axes, inside, outside, links):
 
 @pytest.mark.parametrize(("axis", "times"), [("fsdp", 1), ("data", 10)])
 def test_a_slower_network_slows_what_crosses_it_alone(axis, times):
-    """`data` lies across hosts, `fsdp` within; one compiled step is timed on several networks."""
+    """`data` spans hosts, and `fsdp` a host's devices; one step is timed on several networks."""
     target, devices = absent("h100:4x8")
     mesh, one = make_mesh(data=4, fsdp=8, devices=devices), sent(10**9, overlaps=False)
     collectives = [dataclasses.replace(one, mesh_axes=(axis,))]
@@ -229,7 +229,7 @@ def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
     found = traffic(read_program(jax.jit(step).lower(*shapes).compile().as_text()), SCOPES)
     moved = {(one.scope, one.in_layers): one.bytes for one in found}
     assert moved["optimizer", False] == 2 * size * 4
-    # Each turn reads x and a row, and writes x; besides, the loop's counter moves.
+    # Each turn reads x and a row, and writes x. The loop's counter moves too.
     in_layers = sum(size for (_, in_layers), size in moved.items() if in_layers)
     assert 7 * 3 * size * 4 <= in_layers < 7 * 3 * size * 4 + 7 * 50
 

@@ -152,10 +152,10 @@ def test_splash_attention_counts_the_tiles_that_it_computes():
     forward = counted(total, *arguments, segment_ids_BS)
     assert forward.total == 2 * product
     both = counted(jax.grad(total, argnums=(0, 1, 2)), *arguments, segment_ids_BS)
-    # Gradients of keys and values take four products, those of queries three.
+    # Gradients of keys and values take four products, and gradients of queries three.
     kernels = [one for one in both.matmuls if one.operation == "pallas_call"]
     assert sum(one.flops for one in kernels) == (2 + 4 + 3) * product
-    # What a kernel moves is its operands and results, not its tiles.
+    # A kernel moves its operands and results, not its tiles.
     assert all(one.device_bytes < 10 * B * S * H * D * 4 * one.count for one in kernels)
 
 
@@ -219,7 +219,7 @@ def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(m
     assert found.of("forward", "backward") == analytic
     scores = 12 * L * HEADS * HEAD_DIM * S * B * S
     assert model.flops_per_token(S, causal=True) * B * S == analytic - scores / 2
-    # Each layer again, but for mlp's last product: nothing in the backward pass needs it.
+    # Each layer again, except for mlp's last product: nothing in the backward pass needs it.
     layer = 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV) + 4 * S * HEADS * HEAD_DIM + 2 * 2 * E * F
     assert found.of("recomputation") == layer * L * B * S
     assert found.of("update") == 0

@@ -42,7 +42,7 @@ PARAMETERS = 2 * VOCAB * EMBED + LAYERS * (4 * EMBED**2 + 3 * EMBED * MLP + 2 * 
 
 
 def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Experiment:
-    if target.accelerator.platform != "cpu":  # of which there are enough
+    if target.accelerator.platform != "cpu":  # this machine has enough of them
         prepare(target)
     sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": HEADS, "mlp": MLP} | sizes
     return Experiment(
@@ -188,9 +188,9 @@ def test_offloaded_activations_are_in_host_memory():
 @pytest.mark.slow
 @needs_gpu_compiler
 def test_an_update_writes_each_number_once_and_reads_it_twice():
-    """Weight, gradient and two moments are read for the norm of the update, and again when that is
-    known to be finite; the new ones but for the gradient are written. The gradient is read before
-    that, for its norm. A tenth or two are not fused."""
+    """Weight, gradient and two moments are read for the norm of the update, and again once the norm
+    is known to be finite. The new weight and moments are written. The gradient is read before that,
+    for its own norm. A tenth or two are not fused."""
     target = parse("h100:1x1")
     report = plan(experiment(target, embed=512, mlp=2048, layers=4), target)
     updates = [one for one in report.estimate.scopes if one.scope == "optimizer"]
@@ -232,7 +232,7 @@ def test_reading_weights_may_need_more_than_the_step(planned):
     assert re.search(rf"\nreading weights +{size} +before the first step", str(more))
     run = experiment(parse("cpu:8"))
     assert reading(run) == 0
-    table = VOCAB * EMBED  # in bfloat16, and a device's share of it, which is float32 where it lies
+    table = VOCAB * EMBED  # in bfloat16, plus a device's share in float32
     read = dataclasses.replace(run, init_from="a/folder")
     assert reading(read) == 2 * table + (2 + 4) * table // 8
 

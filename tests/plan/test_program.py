@@ -136,7 +136,7 @@ def test_trips_without_a_known_count(limit, trips):
 
 
 def test_trips_of_a_loop_whose_comparison_is_fused():
-    """As XLA leaves them on GPUs where it has moved a turn out of a loop."""
+    """XLA leaves such loops on GPUs after it moves a turn out of a loop."""
     fused = """\
 %fused (a: s32[], b: s32[]) -> pred[] {
   %a = s32[] parameter(0)

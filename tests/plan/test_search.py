@@ -86,7 +86,7 @@ def test_names_that_spare_the_fewest_flops_per_byte_go_first(all_policies):
     assert set(everything) == NAMES and nothing == ()
     for more, less in itertools.pairwise(all_policies):
         assert set(less) < set(more) and len(more) - len(less) == 1
-    # Norms and elementwise products: no matmul leads to them alone.
+    # Norms and elementwise products: no matmul is needed for them only.
     assert NAMES - set(all_policies[3]) == {"attention_input", "mlp_input", "mlp_hidden"}
     # For each byte a projection spares embed FLOPs, and attention twice the sequence.
     assert LENGTH * 2 > EMBED and all_policies[-2] == ("attention",)

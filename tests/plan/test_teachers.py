@@ -1,4 +1,4 @@
-"""What a teacher costs a step: its forward pass, and its weights in the compute dtype."""
+"""A teacher costs a step its forward pass, and its weights in the compute dtype."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.several_devices
 V, ROWS, LENGTH = 128, 8, 32
 student = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=32)
 teacher = functools.partial(llama, vocab=V, embed=32, layers=2, heads=2, mlp=64)
-# Of one layer four square matrices, three of the mlp and two norms; two tables and a last norm.
+# A layer has four square matrices, three of the mlp and two norms; also two tables and a norm.
 PARAMETERS = 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * V * 32 + 32
 TAUGHT = Distillation(teacher)
 ADAM = functools.partial(adamw, peak_lr=1e-3)

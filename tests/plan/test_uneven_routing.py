@@ -52,7 +52,7 @@ def traced(dispatch, grouped):
 @pytest.mark.parametrize("grouped", ["triton", "ragged_dot", "blocks"])
 @pytest.mark.parametrize("dispatch", ["gather", "exchange"])
 def test_products_count_the_rows_of_the_busiest_device(dispatch, grouped):
-    """A row needs 3 products forward and 6 backward; those of further rounds repeat 2."""
+    """A row needs 3 products forward and 6 backward. Further rounds repeat 2 of them."""
     _, step = traced(dispatch, grouped)
     for imbalance, rounds in ((1.0, 1), (1.2, 1), (1.3, 2), (2.6, 3)):
         routing = Routing(imbalance, ROOM)

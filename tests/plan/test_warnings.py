@@ -125,7 +125,7 @@ def test_an_all_reduce_of_a_whole_gradient_is_named_and_a_reduce_scatter_is_not(
 
 
 def test_a_gather_in_the_guise_of_a_sum_is_named():
-    """As XLA for TPUs gathers shards that fill no tile."""
+    """XLA for TPUs gathers in this way shards that are smaller than a tile."""
     mesh = make_mesh(fsdp=8)
     sent = collectives(read_program(program_text("gathered_as_a_sum")), mesh)
     assert [one.assembles for one in sent] == [True]

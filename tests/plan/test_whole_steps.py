@@ -38,7 +38,7 @@ def test_a_whole_step_compiles(name, model, axis):
         mesh=make_mesh(fsdp=2, **{axis: 2}, devices=devices),
         steps=10,
     )
-    experiment, _ = compilable(experiment, target)  # its kernels are those that are installed here
+    experiment, _ = compilable(experiment, target)  # the kernels of the packages installed here
     experiment.check()
     options = COUNTED_ON_GPUS if target.accelerator.platform == "cuda" else {}
     with jax.set_mesh(experiment.mesh):

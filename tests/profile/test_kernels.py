@@ -1,4 +1,4 @@
-"""What instructions of programs for accelerators have to do, against the step that was traced."""
+"""The work of instructions of accelerators' programs, against the step that was traced."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Where the time of a step went, against traces of programs whose work is known by count."""
+"""The profile of a step, against traces of programs whose work is counted."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ def test_the_loop_and_what_is_in_it_do_not_both_count(run):
     assert loops and not loops & names
     without = [one for one in run.executions if one.instruction in loops]
     profile = step_profile(without, run.text, STEPS, SCOPES)
-    # Where a trace has the loop alone, as a graph that the host launched at once, the loop counts.
+    # If a trace has only the loop, as a graph that the host launched at once, the loop counts.
     assert {one.work.name for one in profile.kernels} == loops
     assert profile.busy_seconds > 0
 
@@ -152,7 +152,7 @@ def test_kernels_of_unrolled_layers_stand_together(tmp_path):
 
 
 def test_an_instruction_of_several_kernels_is_executed_once_by_all_of_them(run):
-    """As a GPU's trace has them: a library's product clears its workspace first."""
+    """A GPU's trace has such pairs: a library's product clears its workspace first."""
     at, first = 0.0, run.executions[0].device
     kernels = []
     for one in run.executions:

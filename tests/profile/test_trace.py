@@ -32,7 +32,7 @@ CPU = plane("/host:CPU", "Thunk", ["tf_XLAExecute"])
 LAUNCHES = plane("/host:CPU", "Thunk", ["python", "tf_pjrt"])
 GPU = plane("/device:GPU:0", "loop_add", ["Stream #13(Compute)", "XLA Ops", "XLA Modules"])
 TPU = plane("/device:TPU:0", "%fusion.7 = f32[8]{0} fusion(%x)", ["Steps", "XLA Ops"], stats=False)
-# What libtpu adds to every trace once it is loaded, though nothing runs on a TPU.
+# libtpu adds this to every trace once it is loaded, even if nothing runs on a TPU.
 EMPTY = plane("/device:CUSTOM:Megascale Trace", "", [])
 
 

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH"),
 ]
 # Added to a page: puts into its title, as JSON, what `expression` gives once all is drawn. `charts`
-# has for each chart, by its metric: `marks`, how many there are to be seen of each kind; `labels`
+# has for each chart, by its metric: `marks`, the number of visible ones of each kind; `labels`
 # of each axis; `heights`, from the top, of the points of its last line, over the chart's.
 LOOK = """<script>
 const look = (item, found) => {
@@ -201,7 +201,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(tmp_path):
     })()]"""
     page, address = page_of(tmp_path, lines), "smoothing=30"
     odd, zoomed, again, whole = look(page, tmp_path / "profile", told, address)
-    assert odd["opacities"] == [0.3, 1]  # the raw curve is faint, and alone in its height
+    assert odd["opacities"] == [0.3, 1]  # the raw curve is faint, and the only one as high
     heights = [max(each) - min(each) for each in (odd["heights"][:40], odd["heights"][40:])]
     assert heights[0] > 0.9 and heights[1] < 0.2
     ((x, loss_y), (other_x, mine_y)), unzoom_hidden, zoom = zoomed

@@ -109,7 +109,7 @@ def test_a_damaged_line_costs_no_other(tmp_path, damage):
 def test_numbers_that_are_not_finite_are_there_and_a_deleted_file_is_empty(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "-Infinity"}\n'
-        f'{{"step": 3, "a": {10**400}, "b": 2}}\n'  # of which one is too large
+        f'{{"step": 3, "a": {10**400}, "b": 2}}\n'  # one of them is too large
     )
     found = Measurements(tmp_path)
     found.update()

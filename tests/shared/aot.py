@@ -9,8 +9,8 @@ from lmlib.plan.targets import Target, parse, prepare
 
 # Any of them compiles for the platform.
 _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
-# Of programs whose collectives are counted. Which kernels would be the quickest takes long to find
-# and changes nothing that is sent. All collectives stay in the loop over layers.
+# For programs whose collectives are counted. The search for the quickest kernels takes long and
+# changes nothing that is sent. All collectives stay in the loop over layers.
 COUNTED_ON_GPUS = {
     "xla_gpu_autotune_level": 0,
     "xla_disable_hlo_passes": "collective-pipeliner-forward,collective-pipeliner-backward",

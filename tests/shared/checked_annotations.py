@@ -80,7 +80,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Never that of `__pycache__`, which has no decorators."""
+        """Never reads `__pycache__`, whose code lacks the decorators."""
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
         _decorate(tree)
@@ -91,7 +91,7 @@ _CHECKED, _CHECKED_CLASS = (
     ast.parse(f"__import__({__name__!r}).{name}", mode="eval").body
     for name in ("checked", "checked_class")
 )
-# Of statements: what a node may have.
+# Fields of a node that hold statements.
 _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 
 

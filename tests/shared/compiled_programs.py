@@ -17,8 +17,8 @@ _UNOPTIMIZED = (
     "--xla_cpu_parallel_codegen_split_count=1",
     *["--xla_cpu_use_fusion_emitters=false"] * version("jax").startswith("0.10."),
 )
-# What runs add, for GPUs and for several devices. The tests' own processes have it too: JAX takes a
-# program from the folder if it was compiled under the same flags, whatever they are for.
+# Flags that runs add, for GPUs and for several devices. The tests' own processes use them too: JAX
+# takes a program from the folder only if it was compiled with exactly the same flags.
 _OF_RUNS = (
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_gpu_enable_latency_hiding_scheduler=true",
@@ -29,7 +29,7 @@ _OF_RUNS = (
     "DYNAMIC_SLICE_FUSION,CONDITIONAL",
 )
 XLA_FLAGS = " ".join([*_UNOPTIMIZED, *_OF_RUNS])
-_CHECKED = "checked"  # a file as old as the last look at what was written
+_CHECKED = "checked"  # its modification time is the time of the last check
 
 SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -53,9 +53,9 @@ def folder_of_programs() -> Path:
 
 
 def tidy(folder: Path, largest: int) -> None:
-    """Deletes what a process that was killed wrote in part, and beyond `largest` bytes the oldest.
+    """Deletes files that a killed process wrote in part, and the oldest beyond `largest` bytes.
 
-    JAX writes a program in place, and would tell of a part of one at each start.
+    JAX writes programs in place, and would warn about a partial one at each start.
     """
     checked = folder / _CHECKED
     last = checked.stat().st_mtime if checked.exists() else 0.0

@@ -19,7 +19,7 @@ _SETTING = re.compile(r"[A-Z_]+=")
 
 @dataclass(frozen=True)
 class Block:
-    """`text` as a user copies it; `kind` is "python", "bash", "indented" or what is only read."""
+    """`text` as a user copies it; `kind` is "python", "bash", "indented" or a kind only to read."""
 
     page: str
     line: int
@@ -28,7 +28,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """One for each line, without what continues it, of an indented block."""
+        """Returns the commands of an indented block, with continued lines joined."""
         return re.sub(r"\\\n\s*", "", self.text).splitlines()
 
 

@@ -14,8 +14,7 @@ LARGEST = 1_000_000  # elements, or bytes
 
 
 def sign(shard: Path) -> None:
-    """Makes the digests of the shard those of its arrays and metadata, as far as they are any and
-    the test can read them."""
+    """Sets the digests of the shard to match its arrays and metadata, if the test can read them."""
     file = shard / "metadata.json"
     if any(path.stat().st_size > LARGEST for path in shard.rglob("*") if path.is_file()):
         return

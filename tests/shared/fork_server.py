@@ -108,7 +108,7 @@ def _begin(request: dict[str, Any], streams: list[int]) -> list[str]:
 
 
 def run(arguments: list[str]) -> None:
-    """`python ARGUMENTS`: -m MODULE, -c CODE or FILE, and what it is given."""
+    """Runs `python ARGUMENTS`: -m MODULE, -c CODE or FILE, with its own arguments."""
     sys.orig_argv = [sys.executable, *arguments]
     what, *rest = arguments
     if what == "-m":
@@ -127,5 +127,5 @@ if __name__ == "__main__":
     set_by_imports = import_all()
     assert threading.active_count() == 1, "a thread is not there after a fork"
     gc.collect()
-    gc.freeze()  # the pages of what has been imported stay shared
+    gc.freeze()  # the memory pages of imported modules stay shared
     run(serve(socket.socket(fileno=int(sys.argv[1])), set_by_imports))

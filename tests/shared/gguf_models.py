@@ -19,7 +19,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# With these positions and `rope_theta`, the bounds of yarn are almost the whole pairs 3 and 5.
+# These positions and `rope_theta` put the bounds of yarn almost at the whole pairs 3 and 5.
 _WHOLE_YARN = _YARN | {"original_max_position_embeddings": 36_397, "truncate": False}
 _WHOLE_THETA = 1_048_631.0
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}

@@ -38,7 +38,7 @@ NAMES = [*_WORDS, "llama"]
 
 @functools.cache
 def tokenizer_json(name):
-    """A tokenizer.json with 400 tokens, of which 0 begins texts and 1 ends them."""
+    """Returns a tokenizer.json with 400 tokens; 0 begins texts and 1 ends them."""
     if name == "llama":
         return _sentencepiece()
     tokenizer = Tokenizer(models.BPE())
@@ -55,7 +55,7 @@ def tokenizer_json(name):
 
 
 def _sentencepiece():
-    """Like Llama 2's: bytes for what has no token, and every split of a token is a merge."""
+    """Like Llama 2's: unknown characters become bytes, and every split of a token is a merge."""
     plain = Tokenizer(models.BPE())
     plain.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

@@ -122,7 +122,7 @@ def write_step(folder: Path, model: Any) -> torch.Tensor:
     """
     batch = tokens(model.config.vocab_size)[1]
     model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # others have no products in float64
+    model.set_experts_implementation("eager")  # the others cannot multiply in float64
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),

@@ -15,7 +15,7 @@ _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def _keys(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a config.json: the entry's own, and `SIZES` unless it is "alone"."""
+    """Returns the keys of a config.json: the entry's own, and `SIZES` unless it says "alone"."""
     shared = {} if entry.get("alone") else SIZES
     own = {key: value for key, value in entry.items() if key not in _ABOUT}
     return {k: v for k, v in (shared | own).items() if k not in entry.get("without", ())}

@@ -18,7 +18,7 @@ _ROWS = {
     "writing_on": [{"text": text} for text in [_LONG, *TEXTS]],
 }
 _TASKS = {name: (task, _ROWS[name]) for name, task in _TABLES["tasks"].items()}
-DRAWN = "writing_drawn"  # random, if what the model's folder says leaves more than one token
+DRAWN = "writing_drawn"  # random, unless the model's folder allows only one token
 _DRAWS = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 0.7}
 _TASKS[DRAWN] = (_TASKS["writing"][0] | {"generation_kwargs": _DRAWS}, _ROWS["writing"])
 TASKS = tuple(name for name in _TASKS if name != DRAWN)

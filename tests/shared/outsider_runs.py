@@ -51,8 +51,8 @@ def trained(run, step, state, first=0, save=lambda step, state: None):
 
 
 def check_outsider(run, alone, workdir, rtol=2e-5):
-    """That `run` trains as `alone`, the same on one device, and resumes bit for bit. Returns the
-    metrics of its steps and its last state."""
+    """Checks that `run` trains like `alone`, the same run on one device, and resumes bit for bit.
+    Returns the metrics of its steps and its last state."""
     step = compiled(run)
     model = drawn(run.recipe.abstract_model)
     begun, begun_alone = (each.initial_state(laid_out(model, each.mesh)) for each in (run, alone))

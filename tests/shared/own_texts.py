@@ -10,7 +10,7 @@ HELD_OUT = ["A fox came to the gate at night.", "  It had\tno name.\nNobody aske
 
 
 def write_own_texts(path: Path, documents: int = 100) -> None:
-    """Train on so many documents of 44 tokens, and HELD_OUT in the order of the list."""
+    """Writes `documents` documents of 44 tokens for training, and HELD_OUT in its order."""
     texts = {"train": [f"{i:03d} The dog lies in the sun, and so it is." for i in range(documents)]}
     for split, documents_of in (texts | {"validation": HELD_OUT}).items():
         pretokenize(Texts(documents_of), load_tokenizer("bytes"), path, split, workers=0)

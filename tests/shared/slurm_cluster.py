@@ -16,7 +16,7 @@ from pathlib import Path
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "scancel")
 IS_HERE = all(shutil.which(program) for program in PROGRAMS)
 _SECONDS = 300  # that anything may take
-_MARK = "SLURM_OF_TEST_NODE"  # in the environment of a node's daemon, and of what it starts
+_MARK = "SLURM_OF_TEST_NODE"  # in the environment of a node's daemon and of its children
 _CONFIG = """\
 ClusterName=here
 SlurmctldHost=localhost(127.0.0.1)

@@ -49,7 +49,7 @@ def in_mlflow(workdir, experiment, uri=None):
 
 
 def in_wandb(workdir, project):
-    """Of the newest start, which has what `wandb sync` needs."""
+    """Reads the records of the newest start, which `wandb sync` would send."""
     file = sorted((workdir / "wandb").glob("offline-run-*/*.wandb"))[-1]
     found, config = [], {}
     for record in records(file):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         (50, 0, r"takes no more files, all 50 inodes are in use and 40,960 bytes are free: delete"),
         (50, 7, "the disk is full, 40,960 bytes are free: make room there"),
-        (0, 0, "the disk is full, 40,960 bytes are free"),  # as btrfs, which has no such limit
+        (0, 0, "the disk is full, 40,960 bytes are free"),  # like btrfs, which lacks such a limit
     ],
 )
 def test_a_file_system_without_inodes_is_not_called_full(tmp_path, monkeypatch, inodes, left, told):

@@ -171,7 +171,7 @@ def test_an_absent_bucket_is_named(bucket):
     ],
 )
 def test_messages_about_credentials_hold_no_secret(code, told):
-    """As S3 answers: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html."""
+    """S3 answers so: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html."""
     answer = (
         f"PERMISSION_DENIED: {code}: see there [http_response_code='403'] [http_response_body="
         "'<AWSAccessKeyId>AKIASECRET</AWSAccessKeyId><StringToSign>secret</StringToSign>']"

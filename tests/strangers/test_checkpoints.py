@@ -60,7 +60,7 @@ def twice(name, entry):
     return change
 
 
-STEP_METADATA = "_CHECKPOINT_METADATA"  # of earlier versions; it has no digest
+STEP_METADATA = "_CHECKPOINT_METADATA"  # written by earlier versions, without a digest
 
 # Nothing of lmlib reads the other files that Orbax writes.
 ATTACKS = {

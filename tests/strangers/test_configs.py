@@ -1,4 +1,4 @@
-"""A stranger's config.json: names in it are not imported, let alone called."""
+"""A stranger's config.json: names in it are neither imported nor called."""
 
 import json
 import os

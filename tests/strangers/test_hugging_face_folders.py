@@ -14,7 +14,7 @@ IMPORTS = """
 import signal
 from lmlib import hf
 """
-# What waits for a pipe, or counts out what a file says, is ended.
+# Ends a process that waits for a pipe, or allocates as much as a file claims.
 LOAD = """
     signal.alarm(100)
     hf.load(arguments)

@@ -165,7 +165,7 @@ def test_a_workdir_may_be_a_link_and_its_checkpoints_and_config_may_not(linked, 
         assert chosen_workdir(str(place), allow_other_files=False) == place
         assert resolve(str(place)).folder == place / "checkpoints"
         assert "a sample" in page(seen([place]))
-    (linked / "checkpoints/latest").symlink_to("4")  # whose name is no step's
+    (linked / "checkpoints/latest").symlink_to("4")  # its name is not a step
     assert steps_in(linked / "checkpoints") == [4]
     (linked / "checkpoints/5").symlink_to(outside / "5")
     with pytest.raises(LinkError, match="checkpoints/5 is a link"):

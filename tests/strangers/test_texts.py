@@ -225,6 +225,6 @@ def tar_of(content):
 )
 def test_a_data_set_is_read_without_running_it(streamed, name, expected):
     assert streamed["sound"] == ("opened", "")
-    assert streamed["another script"] == ("opened", "")  # which is no file of data
+    assert streamed["another script"] == ("opened", "")  # it is not a data file
     assert_refused(streamed[name], "ValueError")
     assert expected in streamed[name][1]

@@ -21,7 +21,7 @@ USE = """
 
 
 def changed(**entries):
-    """Of the sound tokenizer.json; `a__b` is entry b of entry a."""
+    """Returns the sound tokenizer.json with changes; `a__b` is entry b of entry a."""
     content = copy.deepcopy(SOUND)
     for path, value in entries.items():
         *outer, last = path.split("__")

@@ -35,7 +35,7 @@ def test_a_sequence_is_shown_wherever_it_is_cut(redraws):
     assert sum(stream.write(each) for each in f"one {HOSTILE}") == 4 + len(HOSTILE)
     stream.write(f"\n{HOSTILE}\n")
     stream.flush()
-    # On stderr a write may begin with what redraws a line, as bars of progress do.
+    # A write to stderr may begin with a carriage return, for progress bars.
     cut = SHOWN.replace(r"\r", "\r") if redraws else SHOWN
     assert file.getvalue().decode() == f"one {cut}\n{SHOWN}\n"
 

@@ -145,7 +145,7 @@ def complete(tmp_path_factory):
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.landing), 2])
 def test_after_a_kill_at_any_moment_trackers_have_what_the_files_have(tmp_path, complete, lost):
-    """When the run is killed, the tracker has not got the last `lost` of the complete steps."""
+    """The tracker lacks the last `lost` complete steps when the run is killed."""
     for moment, count in enumerate(complete):
         workdir, takes = tmp_path / str(moment) / "run", max(0, count - lost)
         killed, tracker = opened(workdir, None, takes=takes)
@@ -163,7 +163,7 @@ def test_after_a_kill_at_any_moment_trackers_have_what_the_files_have(tmp_path, 
 def test_a_run_that_stops_or_diverges_at_any_moment_has_its_last_step_in_the_tracker(
     tmp_path, complete
 ):
-    """Also if no start follows; what the next one adds to that step comes too."""
+    """Also without a next start. Values that a next start adds to that step arrive too."""
     for moment in range(len(complete)):
         workdir = tmp_path / str(moment) / "run"
         log, _ = opened(workdir, None)

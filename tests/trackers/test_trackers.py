@@ -61,8 +61,8 @@ FOUND = {"WeightsAndBiases": in_wandb, "Trackio": in_trackio, "MLflow": in_mlflo
 
 
 def check(tracker, workdir, place, ended_before=()):
-    """The tracker has exactly what metrics.jsonl, samples/ and result.json have, each value once;
-    returns the settings that it has. `ended_before` are numbers of earlier ends of a longer run."""
+    """Checks that the tracker has the values of metrics.jsonl, samples/ and result.json, each once.
+    Returns its settings. `ended_before` are numbers of earlier ends of a longer run."""
     run, names = read_run(workdir), ACCEPTED[tracker]
     expected = [
         (line["step"], names.get(name, name), value)
@@ -137,7 +137,7 @@ def test_the_documented_sinks_have_all_of_a_run_and_nothing_twice(tmp_path, stor
             fdl.Partial(trackers.MLflow),
         ]
         fit(cfg, tmp_path / "run")
-        fit(cfg, tmp_path / "run")  # of which nothing is left to make or to send
+        fit(cfg, tmp_path / "run")  # nothing is left to make or to send
         ends = ends or [(3, n, each.value) for n, each in read_run(tmp_path / "run").final.items()]
     run = read_run(tmp_path / "run")
     assert [*run.samples] == [2, 3, 4, 5] and tracked_run.ODD in run.metrics[3]

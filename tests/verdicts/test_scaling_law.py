@@ -63,7 +63,7 @@ def best_of(numbers):
 
 
 def test_small_errors_give_students_intervals():
-    """Of the problem made linear in the logarithms of the numbers."""
+    """The reference is the problem made linear in the logarithms of the numbers."""
     losses = noisy(TRUTH, PLACES, 1e-5, 1)
     law = fit_scaling_law(*PLACES.T, losses)
     logs, nudges = np.log(law.fit.law.numbers), 1e-5 * np.eye(5)
@@ -119,7 +119,7 @@ def test_at_the_ends_of_an_interval_the_squares_have_risen_as_f_says():
 
 @pytest.mark.slow
 def test_the_best_size_is_in_its_interval_at_its_rate():
-    """Of ladders whose errors are so large that a bootstrap's intervals held it in 78 %."""
+    """With these errors, a bootstrap's intervals held the best size in only 78 % of ladders."""
     inside, best = [], best_of(TRUTH.numbers)
     for seed in range(200):
         losses = noisy(TRUTH, PLACES, 1.2e-2, seed)

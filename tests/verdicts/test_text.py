@@ -15,7 +15,7 @@ from lmlib.verdicts.text import BatchDifferences, text_precision
 
 
 def made(generator, seeds, batches, of_batch, of_both, counts=None):
-    """Differences of which a part is the batch's, alike for all seeds, and a part is of both."""
+    """Makes differences with a part of the batch, equal for all seeds, and a part of both."""
     counts_N = np.full(batches, 50.0) if counts is None else counts
     means_SN = of_batch * generator.standard_normal(batches)
     means_SN = means_SN + of_both * generator.standard_normal((seeds, batches))

@@ -64,7 +64,7 @@ def test_normalised_shares_are_the_softmax_of_the_chosen_logits():
 
 @pytest.mark.parametrize(("scores", "function"), [("softmax", softmax), ("sigmoid", sigmoid)])
 def test_the_share_of_a_single_expert_is_its_score_and_teaches_the_router(scores, function):
-    """As in Switch (arXiv:2101.03961, eq. 2) and Llama 4; a normalized share would always be 1."""
+    """Same as Switch (arXiv:2101.03961, eq. 2) and Llama 4. A normalized share is always 1."""
     router, routing, z = routed(scores=scores, top=1, scale=2.5)
     wanted = 2.5 * function(z).max(-1, keepdims=True)
     assert_allclose(routing.shares_BSK, wanted, rtol=1e-5)

@@ -261,7 +261,7 @@ OF_KERNELS = "gated delta rule", "decay of heads"
     ),
 )
 def test_kernels_for_gpus_compute_the_same(kind, chunk, kernels):
-    """The row does not fill chunks, and heads have no size of tiles."""
+    """The row does not fill its chunks, and the sizes of heads are not multiples of a tile."""
     check(inputs(kind, 37), SEGMENTS, positions_of(37), chunk)
     check(inputs(kind, 37, strong=True), SEGMENTS * 0, positions_of(37, (30, 0)), chunk)
 

@@ -100,7 +100,7 @@ def by_pytorch(weights, layers, row, torch):
     x = torch.cat([x[:1], x[1:] + smear * x[:-1]])
     x = x0 = norm(x)
     pre = gates_by_pytorch(weights, "gates.0", x0, torch)
-    # Of layer 0: 2; of layer 1: its exclusive attention, gates of heads, 2.
+    # Layer 0 has 2; layer 1 has its exclusive attention, gates of heads, and 2.
     assert pre.shape[-1] == 2 + H + H + 2
     xsa, head_gates = {1: pre[:, 2 : 2 + H]}, {1: pre[:, 2 + H : 2 + 2 * H]}
     x0_gates = {0: pre[:, 0:1], 1: pre[:, -2:-1]}

@@ -119,7 +119,7 @@ ONE_FOLDER = pytest.mark.parametrize("folder", [True], indirect=True, ids=["begi
 @pytest.mark.slow
 @ONE_FOLDER
 def test_generation_config_is_used_like_in_the_hf_backend(folder, tasks, tmp_path):
-    """With top_k = 1, a task that samples has only one token to choose."""
+    """A task that samples with top_k = 1 has only one token to choose."""
     names = ("writing", "writing_on", DRAWN)
 
     def answers(results):

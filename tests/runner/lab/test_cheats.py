@@ -38,7 +38,7 @@ def optimizer(steps, scaled=None):
 
 
 class Lab:
-    """A task in a folder of its own, the baseline's programs and those of an honest candidate."""
+    """A task in its own folder, with the programs of the baseline and of an honest candidate."""
 
     def __init__(self, folder):
         self.folder, self.count = folder, 0

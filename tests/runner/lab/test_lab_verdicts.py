@@ -1,4 +1,4 @@
-"""A verdict is what its runs say, and every edit of the file is noticed."""
+"""A verdict follows from its runs, and every edit of the file is noticed."""
 
 import copy
 

@@ -190,7 +190,7 @@ def replace_by_a_copy(workdir: Path) -> None:
 
 
 def write_into_it(workdir: Path) -> None:
-    """As a run does without kernel locks if the file was emptied."""
+    """A run without kernel locks writes the same if the file was emptied."""
     owner = json.loads((workdir / "lock").read_text()) | {"user": "ada", "start": "another"}
     (workdir / "lock").write_text(json.dumps(owner))
 

@@ -142,7 +142,7 @@ def stored(path="data"):
 def test_other_texts_are_named_though_the_first_rows_agree(difference, tmp_path):
     cfg = small()
     cfg.data = stored()
-    cfg.data.seed = None  # rows in the order of the documents, of which the last differs
+    cfg.data.seed = None  # rows in the order of the documents; the last document differs
     other = [*DOCUMENTS[:-1], [7] * len(DOCUMENTS[-1])]
     found = difference(
         cfg,

@@ -272,7 +272,7 @@ def test_the_best_checkpoint_by_one_set(tmp_path, highest):
     }
     result = fit(cfg, tmp_path)
     ranks = {line["step"]: line["evaluation_loss/code.py"] for line in result.metrics}
-    # When the last save began, its own rank was not known.
+    # The last save began before its own rank was known.
     best = (max if highest else min)(range(1, 6), key=ranks.__getitem__)
     kept = {int(folder.name) for folder in (tmp_path / "checkpoints").iterdir()}
     assert kept == {best, 6}

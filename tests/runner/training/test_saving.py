@@ -30,10 +30,10 @@ from runner.training.saving import not_finite
 
 
 class Disturbing(Synthetic):
-    """Batches, before some of which something is done to the run's folder of checkpoints.
+    """Batches that disturb the run's folder of checkpoints before some steps.
 
-    `do` maps a step to "away", "back" or "delete". First the save of step 10 is waited for, which
-    ends with the removal of step 5: what fails is then the next.
+    `do` maps a step to "away", "back" or "delete". First waits for the save of step 10, which ends
+    with the removal of step 5, so that the next save fails.
     """
 
     def __init__(self, checkpoints: str, do: dict[int, str], **settings: int):
@@ -180,7 +180,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
 
 
 class FailingOnce(Synthetic):
-    """Fails in one evaluation: whoever reads it for the `fails`-th time."""
+    """Fails in one evaluation, when it is read for the `fails`-th time."""
 
     def __init__(self, fails: int, **settings: int):
         super().__init__(**settings)

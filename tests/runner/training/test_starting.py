@@ -206,7 +206,7 @@ def test_edited_code_and_changed_flags_are_reported(tmp_path, monkeypatch):
     def told(what):
         return [f"{what} changed since this run was last trained: {change}"]
 
-    assert changes(start()) == []  # there is no earlier one
+    assert changes(start()) == []  # without an earlier start
     start().record(1, NOT_HELD)
     assert changes(start()) == []
     for name, text in (("code_of_mine.py", EXPERIMENT + "# edited"), ("code_beside.py", "VALUE=2")):

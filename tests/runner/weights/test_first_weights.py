@@ -254,7 +254,7 @@ def test_new_adapters_start_from_a_run(run, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["run", "folder", "rewards"])
 def test_a_reward_model_starts_from_any_model(run, tmp_path, base):
-    """Of a language model it takes all weights except the unembedding."""
+    """It takes all weights of a language model except the unembedding."""
     workdir, model, data = run
     reference = {"run": workdir, "folder": LLAMA}.get(base, tmp_path / "rewards")
     if base == "folder":
@@ -315,7 +315,7 @@ def test_each_experiment_trains_two_steps_on_a_run(run, tmp_path, name):
     cfg = based(base, workdir, data, *TWO_STEPS) if of_a_base else distilled(workdir, data)
     if loss is not None:
         loss(cfg)
-    if loss is not None or name == "dpo":  # the run's data has no pairs
+    if loss is not None or name == "dpo":  # the run's data lacks pairs
         sizes = {"vocab_size": 258, "batch_size": 8, "sequence_length": 24}
         cfg.data = fdl.Config(Synthetic, **sizes, labels=name == "kto")
         cfg.validation = fdl.copy_with(cfg.data, seed=1)

@@ -2,8 +2,8 @@
 
     python -m runner --fdl_config=tests/shared/fault_injection/experiment.py --workdir=/tmp/small
 
-Fiddlers make other kinds of runs of it. `kinds.py` lists them, and writes what it reads into the
-working directory.
+Fiddlers make other kinds of runs of it. `kinds.py` lists them, and writes their input files into
+the working directory.
 """
 
 import fiddle as fdl

@@ -225,7 +225,7 @@ def started_twice(name: str, weight: float) -> Fault:
 
     def act(job: Job, attempt: Attempt, random: Random) -> list[str] | None:
         refusal = of_code(job.start(beside_another=True), MISTAKE, str(job.workdir), "is in use by")
-        # Where the first has ended the second has rightly gone on.
+        # If the first has ended, the second was right to go on.
         return None if attempt.ended else [*refusal, *end_of(attempt)]
 
     return Fault(name, weight, at_any_of(act, RESTORING, LOADING, STEPPING))
@@ -261,8 +261,8 @@ def left_behind(name: str, weight: float, harm: Callable[[Path, Random], None]) 
 
 
 def changed(name: str, weight: float, folder: str, harm: damage.Harm, between: str = "/") -> Fault:
-    """What the run reads is changed, and put back: a start in between is refused, names the file
-    after the folder and `between`, and touches nothing."""
+    """Changes a file that the run reads, and restores it. A start in between is refused, names the
+    file after the folder and `between`, and touches nothing."""
 
     def act(job: Job, random: Random) -> list[str]:
         read, whole = job.scratch / folder, job.scratch / f"{folder}.whole"
@@ -281,8 +281,8 @@ def changed(name: str, weight: float, folder: str, harm: damage.Harm, between: s
 
 
 def lock_deleted(weight: float) -> Fault:
-    """The lock is deleted, and the same command started: the first run ends, and the second goes on
-    as if it were alone. In half of the cases the first is asleep until the second makes steps."""
+    """Deletes the lock and starts the same command: the first run ends, and the second goes on as
+    usual. In half of the cases the first is asleep until the second makes steps."""
 
     def strike(job: Job, random: Random) -> Struck:
         first, asleep = job.start(), random.random() < 0.5
