@@ -8,13 +8,14 @@
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
 
 lmlib's own step is the one that the runner compiles. Its peers are a bare JAX step (`jax`) and a
-plain PyTorch step with SDPA and fused AdamW (`pytorch_eager`, `pytorch_compiled`). Mixtures of
-experts have other peers, on CPUs only: lmlib's Llama whose MLP is as large as the experts of a
-token together (`dense`), and transformers' Mixtral with its experts one after another or as grouped
-matmuls (`transformers`, `transformers_grouped`).
+plain PyTorch step with SDPA, grouped matmuls of experts and fused AdamW (`pytorch_eager`,
+`pytorch_compiled`; its compiler has grouped matmuls in bfloat16 only). Mixtures of experts have
+more peers, on CPUs only: lmlib's Llama whose MLP is as large as the experts of a token together
+(`dense`), and transformers' Mixtral with its experts one after another or as grouped matmuls
+(`transformers`, `transformers_grouped`).
 
 All except `dense` start from lmlib's weights, and see the same batches of one document per row and
-the same hyperparameters. The losses of all 20 steps must agree, or the script names the step
+the same hyperparameters. The losses of all 30 steps must agree, or the script names the step
 and fails. With --packed (several documents in a row) or --muon, lmlib runs without peers.
 
 On a CPU the contenders take turns of five steps, and the first turn warms up. Values are tokens per
@@ -63,7 +64,7 @@ from lmlib.hardware.specifications import peak_flops
 from runner.jax_settings.devices import choose_devices, keep_freed_memory
 from runner.jax_settings.xla_flags import set_gpu_flags
 
-PEERS = PEERS_OF_LLAMA + PEERS_OF_MIXTRAL
+PEERS = tuple(dict.fromkeys(PEERS_OF_LLAMA + PEERS_OF_MIXTRAL))
 
 _SIZES = flags.DEFINE_list(
     "sizes",
@@ -94,7 +95,7 @@ def missing(name: str, on_gpu: bool) -> str | None:
             return f"PyTorch: {torch.__version__} sees no GPU; install the build for CUDA"
     if name.startswith("transformers") and importlib.util.find_spec("transformers") is None:
         return "transformers: not installed (pip install 'lmlib[parity]')"
-    if name in PEERS_OF_MIXTRAL and on_gpu:
+    if name.startswith(("dense", "transformers")) and on_gpu:
         return f"{name}: measured on CPUs only"
     return None
 
@@ -109,16 +110,19 @@ def make_contender(name: str, work: Work) -> Contender:
     from step_peers import pytorch_peer
 
     if name.startswith("pytorch"):
-        return pytorch_peer.llama_step(work, compiled=name == "pytorch_compiled")
+        return pytorch_peer.decoder_step(work, compiled=name == "pytorch_compiled")
     experts = "grouped_mm" if name == "transformers_grouped" else "eager"
     return pytorch_peer.mixtral_step(work, experts)
 
 
 def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
     """Returns the contenders among `names` that support this work."""
-    able = [name for name in names if name == "lmlib" or name in work.size.peers]
-    in_float32 = work.precision == "float32"
-    return [name for name in able if in_float32 or not name.startswith("transformers")]
+    peers = set(work.size.peers)
+    if work.precision == "bfloat16":
+        peers -= {"transformers", "transformers_grouped"}
+    elif "experts" in work.size.settings:
+        peers -= {"pytorch_compiled"}
+    return [name for name in names if name == "lmlib" or name in peers]
 
 
 def order(
@@ -131,7 +135,12 @@ def order(
     # first.
     of_pytorch = [name for name in names if name.startswith("pytorch")]
     of_jax = [name for name in names if name not in of_pytorch]
-    alone = [(work, [name]) for name in of_pytorch for work in works if name in work.size.peers]
+    alone = [
+        (work, [name])
+        for name in of_pytorch
+        for work in works
+        if name in contenders_of(work, [name])
+    ]
     return alone + [(work, contenders_of(work, of_jax)) for work in reversed(works)]
 
 

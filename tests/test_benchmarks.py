@@ -99,7 +99,7 @@ def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
     last = dict(re.findall(r"^(\w+) .*\d\.\d{3} .* (\S+)$", ran.stdout, re.MULTILINE))
     assert last["lmlib"] == "0.0e+00" and last["dense"] == "work"  # "other work"
     here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
-    peers = ("transformers", "transformers_grouped") if here else ()
+    peers = ("pytorch_eager", "transformers", "transformers_grouped") if here else ()
     assert all(float(last[name]) <= 1e-4 for name in peers)
 
 

@@ -18,7 +18,7 @@ from lmlib.terminal.table import columns
 from step_peers.work import Contender, Work
 
 TURN = 5  # steps per turn; the first turn warms up and is not counted
-STEPS = 20  # of each contender; their losses must agree
+STEPS = 30  # of each contender; their losses must agree
 
 # Maximum relative difference of a loss from lmlib's; in these steps the loss falls by 1e-2 or more.
 # float32 contenders differ in the order of their sums, by 6e-8 each, which training amplifies. A

@@ -1,9 +1,10 @@
-"""The same training step in PyTorch, with SDPA and fused AdamW; mixtures are transformers' Mixtral.
+"""The same training step in PyTorch, with SDPA and fused AdamW; also transformers' Mixtral.
 
 Precision is as in lmlib: weights, gradients and moments are float32. In bfloat16, each weight is
 cast where it is used, and activations are bfloat16, including the residual stream and the logits'
-matmul. (Autocast would keep the residual stream in float32.)
-Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
+matmul. (Autocast would keep the residual stream in float32.) Routers compute in float32.
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab, N tokens,
+X experts, T choices of a token, C choices of all tokens.
 """
 
 import functools
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lmlib import hf
 from step_peers.work import AdamW, Weights, Work
 
-EPSILON, ROPE_THETA = 1e-5, 10_000.0
+EPSILON = 1e-5
 
 
 def parameter(values: np.ndarray) -> nn.Parameter:
@@ -77,39 +78,78 @@ def rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x_BHSD.dtype)
 
 
-class Block(nn.Module):
+class MLP(nn.Module):
     def __init__(self, of_layer: Weights):
+        super().__init__()
+        self.gate, self.up, self.down = (Linear(of_layer[name]) for name in ("gate", "up", "down"))
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x_BSE)) * self.up(x_BSE))
+
+
+class Experts(nn.Module):
+    """Mixtral's layer: rows sorted by expert, three grouped matmuls, and a sum by token."""
+
+    def __init__(self, of_layer: Weights, top: int):
+        super().__init__()
+        self.router, self.top = Linear(of_layer["router"]), top
+        self.gate, self.up, self.down = (
+            parameter(of_layer[name]) for name in ("gate", "up", "down")
+        )
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        x_NE = x_BSE.flatten(0, 1)
+        logits_NT, expert_NT = self.router(x_NE.float()).topk(self.top, dim=-1)
+        share_C = logits_NT.softmax(dim=-1).flatten()
+        expert_C, order_C = expert_NT.flatten().sort(stable=True)
+        token_C = order_C // self.top
+        is_of_CX = expert_C[:, None] == torch.arange(len(self.gate), device=x_NE.device)
+        ends_X = is_of_CX.sum(dim=0).cumsum(dim=0).to(torch.int32)
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            return functional.grouped_mm(rows, weight.to(rows.dtype), offs=ends_X)
+
+        rows_CE = x_NE[token_C]
+        hidden_CF = functional.silu(product(rows_CE, self.gate)) * product(rows_CE, self.up)
+        hidden_CF = (hidden_CF * share_C[order_C, None]).to(x_NE.dtype)
+        y_CE = product(hidden_CF, self.down)
+        return torch.zeros_like(x_NE).index_add(0, token_C, y_CE).view_as(x_BSE)
+
+
+class Block(nn.Module):
+    def __init__(self, of_layer: Weights, top: int | None):
         super().__init__()
         self.attention_norm = RMSNorm(of_layer["attention_norm"])
         self.attention = Attention(of_layer)
         self.mlp_norm = RMSNorm(of_layer["mlp_norm"])
-        self.gate, self.up, self.down = (Linear(of_layer[name]) for name in ("gate", "up", "down"))
+        self.mlp = MLP(of_layer) if top is None else Experts(of_layer, top)
 
     def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         x_BSE = x_BSE + self.attention(self.attention_norm(x_BSE), cos_SD, sin_SD)
-        h_BSE = self.mlp_norm(x_BSE)
-        return x_BSE + self.down(functional.silu(self.gate(h_BSE)) * self.up(h_BSE))
+        return x_BSE + self.mlp(self.mlp_norm(x_BSE))
 
 
-class Llama(nn.Module):
-    """A Llama that maps tokens and targets to the mean loss, in nats per token."""
+class Decoder(nn.Module):
+    """A Llama or Mixtral that maps tokens and targets to the mean loss, in nats per token."""
 
-    def __init__(self, weights: Weights, precision: torch.dtype, recomputed: bool, sequence: int):
+    def __init__(self, work: Work):
         super().__init__()
+        weights, size = work.weights, work.size
         whole = ("embedding", "unembedding", "norm")
         of_layers = {name: stack for name, stack in weights.items() if name not in whole}
-        layers = len(of_layers["gate"])
+        layers, top = len(of_layers["gate"]), size.settings.get("top")
         self.embedding = parameter(weights["embedding"])
         self.blocks = nn.ModuleList(
-            Block({name: stack[index] for name, stack in of_layers.items()})
+            Block({name: stack[index] for name, stack in of_layers.items()}, top)
             for index in range(layers)
         )
         self.norm = RMSNorm(weights["norm"])
         self.unembedding = Linear(weights["unembedding"])
-        self.precision = precision
-        self.again = functools.partial(checkpoint, use_reentrant=False) if recomputed else _once
+        self.precision = getattr(torch, work.precision)
+        again = functools.partial(checkpoint, use_reentrant=False)
+        self.again = again if size.recomputed else _once
         D = self.blocks[0].attention.head_dim
-        angle_SD = np.arange(sequence)[:, None] * ROPE_THETA ** (-np.arange(0, D, 2) / D)
+        angle_SD = np.arange(size.sequence)[:, None] * size.rope_theta ** (-np.arange(0, D, 2) / D)
         self.register_buffer("cos_SD", torch.from_numpy(np.cos(angle_SD)).float())
         self.register_buffer("sin_SD", torch.from_numpy(np.sin(angle_SD)).float())
 
@@ -181,9 +221,8 @@ class TorchStep:
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None
 
 
-def llama_step(work: Work, compiled: bool) -> TorchStep:
-    size = work.size
-    model = Llama(work.weights, getattr(torch, work.precision), size.recomputed, size.sequence)
+def decoder_step(work: Work, compiled: bool) -> TorchStep:
+    model = Decoder(work)
     loss = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
     return TorchStep(work, model, loss)
 

@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V 
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,14 +16,16 @@ from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.decoder import Decoder
+from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from runner.config.configs import load
 
 ON_CPU = ("8m_256", "8m_512")
 ON_GPU = ("84m", "270m", "540m", "1b", "2b")
-PEERS_OF_LLAMA = "jax", "pytorch_eager", "pytorch_compiled"
-PEERS_OF_MIXTRAL = "dense", "transformers", "transformers_grouped"
+_PYTORCH = "pytorch_eager", "pytorch_compiled"
+PEERS_OF_LLAMA = "jax", *_PYTORCH
+PEERS_OF_MIXTRAL = "dense", *_PYTORCH, "transformers", "transformers_grouped"
 Weights = dict[str, np.ndarray]
 
 
@@ -84,6 +87,11 @@ class Size:
         return PEERS_OF_LLAMA if self.family is llama else PEERS_OF_MIXTRAL
 
     @property
+    def rope_theta(self) -> float:
+        """The base of the rotary positions."""
+        return inspect.signature(self.family).parameters["rope_theta"].default
+
+    @property
     def tokens(self) -> int:
         """The number of tokens per step."""
         return self.batch * self.sequence
@@ -137,6 +145,8 @@ def named_weights(model: Decoder) -> Weights:
         "mlp_norm": block.mlp_norm.scale,
     }
     weights |= {name: getattr(attention, name) for name in ("query", "key", "value", "output")}
+    if isinstance(mlp, Mixture):
+        weights["router"], mlp = mlp.router.logits, mlp.experts
     return jax.device_get(weights | {name: getattr(mlp, name) for name in ("gate", "up", "down")})
 
 
@@ -187,6 +197,10 @@ def _sizes() -> dict[str, Size]:
     mixture |= dict(experts=8, top=2, mlp=2_048)
     computed = Compute(unroll=8, logits_dtype="bfloat16")
     sizes.append(Size("8x2048", mixture, 64, 1_024, computed=computed, family=mixtral))
+    larger = {"vocab": 32_768, "embed": 2_048, "layers": 16, "heads": 16, "head_dim": 128}
+    larger |= dict(experts=8, top=2, mlp=2_816)  # of 2.6 billion weights a token uses a third
+    computed, adamw = dataclasses.replace(computed, unroll=16), AdamW(1e-4)
+    sizes.append(Size("8x2816", larger, 32, 1_024, False, adamw, computed, family=mixtral))
     return {size.name: size for size in sizes}
 
 

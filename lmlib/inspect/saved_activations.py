@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,11 +38,23 @@ class SavedActivations(tuple[SavedActivation, ...]):
     def bytes_per_device(self) -> int:
         return sum(activation.bytes_per_device for activation in self)
 
+    @property
+    def together(self) -> "SavedActivations":
+        """Returns one for all that are equal, as in layers of an unrolled loop, which lead."""
+        return SavedActivations(
+            dataclasses.replace(
+                each,
+                shape=(count, *each.shape) if count > 1 else each.shape,
+                bytes_per_device=count * each.bytes_per_device,
+            )
+            for each, count in Counter(self).items()
+        )
+
     def __str__(self) -> str:
         rows = [("activation", "shape", "dtype", "per device")]
         rows += [
             (a.name, " × ".join(map(str, a.shape)), a.dtype.name, bytes_text(a.bytes_per_device))
-            for a in self
+            for a in self.together
         ]
         rows.append(("total", "", "", bytes_text(self.bytes_per_device)))
         return columns(rows)

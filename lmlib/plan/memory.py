@@ -14,7 +14,6 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.free_memory import bytes_per_device
 from lmlib.hardware.specifications import Accelerator
 from lmlib.inspect.saved_activations import (
-    SavedActivation,
     SavedActivations,
     saved_activations,
 )
@@ -103,7 +102,7 @@ class Memory:
     optimizer_state: int
     gradients: int
     batch: int
-    saved: tuple[SavedActivation, ...]
+    saved: SavedActivations
     counted: Counted | None
     loading: int
     step: int
@@ -142,7 +141,7 @@ class Memory:
             ("batch", self.batch, "as stored"),
             ("gradients", self.gradients, "a temporary"),
         ]
-        for kept in self.saved:
+        for kept in self.saved.together:
             shape = " × ".join(map(str, kept.shape))
             note = f"a temporary, {kept.dtype} {shape} over all devices"
             rows.append((f"saved {kept.name}", kept.bytes_per_device, note))
@@ -213,7 +212,7 @@ def memory(
         optimizer_state=optimizer,
         gradients=parameters,
         batch=size,
-        saved=tuple(saved),
+        saved=saved,
         counted=counted,
         # A continued run has its optimizer state before it reads the frozen weights.
         loading=there + for_reading if for_reading else 0,

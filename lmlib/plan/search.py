@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -332,7 +333,10 @@ def _candidates(
 
     # Without the largest of the activations that are saved by choice.
     names = compute.kept(experiment.recipe.abstract_model.names.saved)
-    sizes = {each.name: each.bytes_per_device for each in memory.saved if each.name in names}
+    sizes = Counter[str]()
+    for each in memory.saved:
+        if each.name in names:
+            sizes[each.name] += each.bytes_per_device
     if sizes:
         others = tuple(name for name in names if name != max(sizes, key=lambda one: sizes[one]))
         yield (_saved_flag(others),), keeping(experiment, others)

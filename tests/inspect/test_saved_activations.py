@@ -101,11 +101,13 @@ def test_the_list_equals_the_residuals_of_jax(saved, settings):
     assert {a.name for a in listed} == {"layer_input", "head_input", "loss_gradient", *kept}
 
 
-def test_the_table_names_shapes_and_bytes():
-    text = str(saved_activations(experiment(("query",), make_mesh(fsdp=4, tensor=2))))
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_the_table_names_shapes_and_bytes(unroll):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    text = str(saved_activations(experiment(("query",), mesh, unroll=unroll)))
     layers, rows, sequence, heads, head_dim = 3, 16, 32, 8, 8
     local = layers * (rows // 4) * sequence * (heads // 2) * head_dim * 2
-    line = next(line for line in text.splitlines() if line.startswith("query"))
+    (line,) = (line for line in text.splitlines() if line.startswith("query"))
     assert "3 × 16 × 32 × 8 × 8" in line
     assert bytes_text(local) in line
     assert text.splitlines()[-1].startswith("total")

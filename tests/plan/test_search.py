@@ -13,6 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import CPU
+from lmlib.inspect.saved_activations import SavedActivations
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
@@ -202,6 +203,15 @@ def test_changes_and_their_flags_agree(planned):
         "--fdl.mesh.tensor=2" in flags
         for flags, _ in changes(on_four(model=one_head), planned.memory)
     )
+
+
+@pytest.mark.slow
+def test_the_activation_that_is_largest_over_all_layers_is_the_first_to_go(planned):
+    """`attention` of two unrolled layers is larger than `mlp_gate` of one."""
+    one = next(each for each in planned.memory.saved if each.name == "mlp_gate")
+    smaller = dataclasses.replace(one, name="attention", bytes_per_device=one.bytes_per_device - 1)
+    memory = dataclasses.replace(planned.memory, saved=SavedActivations((smaller, smaller, one)))
+    assert ("--fdl.compute.saved=\"('mlp_gate',)\"",) in dict(changes(on_four(), memory))
 
 
 @pytest.mark.slow
