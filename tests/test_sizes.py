@@ -69,7 +69,7 @@ EXTRAS = (
 # nanochat and the record have 2,050, and 980 of the tests' lines.
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 77_690, 53_036
+MOST_LINES, MOST_LINES_OF_TESTS = 77_694, 53_065
 
 
 def in_a_new_process(code):

@@ -58,8 +58,12 @@ def choose_devices() -> None:
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
-    elif jax.__version_info__ < (0, 11):
-        add_flags((SUMS_ON_CPU,))
+    else:
+        # Threads of OpenBLAS wait for each other in loops. On a busy machine the decompositions of
+        # SOAP and Shampoo took most of a step.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if jax.__version_info__ < (0, 11):
+            add_flags((SUMS_ON_CPU,))
     left_out = use_cpu_if_alone()
     # JAX needs cuDNN on NVIDIA GPUs, and lmlib[plan-gpu] lacks it.
     runs_on_gpus = find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None

@@ -258,3 +258,32 @@ def test_freed_memory_is_reused():
 )
 def test_malloc_settings_of_the_user_take_precedence(environment):
     assert not keep_freed_memory(environment)
+
+
+# Prints the threads of the library that JAX's QR decomposition uses.
+DECOMPOSED = """
+import ctypes, re, jax, jax.numpy as jnp
+from runner.jax_settings.devices import start_devices
+
+start_devices()
+jax.block_until_ready(jax.jit(jnp.linalg.qr)(jnp.ones((64, 64))))
+maps = open("/proc/self/maps").read()
+library = re.search(r"/.*/scipy.libs/libscipy_openblas-.*", maps)
+print(ctypes.CDLL(library[0]).scipy_openblas_get_num_threads() if library else 0)
+"""
+
+
+@pytest.mark.landing
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux")
+@pytest.mark.skipif((os.cpu_count() or 1) == 1, reason="OpenBLAS has one thread for each core")
+@pytest.mark.parametrize(("given", "threads"), [(None, 1), ("2", 2)])
+def test_lapack_has_one_thread_unless_the_user_gives_it_more(given, threads):
+    environment = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": given}
+    with TemporaryFile("w+") as out:
+        process = fresh_process("-c", DECOMPOSED, stdout=out, stderr=out, environment=environment)
+        assert process.wait(120) == 0
+        out.seek(0)
+        found = int(out.read())
+    if found == 0:
+        pytest.skip("this build of SciPy has no OpenBLAS of its own")
+    assert found == threads
