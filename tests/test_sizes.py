@@ -52,6 +52,7 @@ EXTRAS = (
     "lmlib.profile",
     "lmlib.report",
     "lmlib.runs",
+    "lmlib.serve",
     "lmlib.storage.bucket",
     "lmlib.trackers",
     "lmlib.verdicts",
@@ -69,7 +70,8 @@ EXTRAS = (
 # nanochat and the record have 2,050, and 980 of the tests' lines.
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 77_694, 53_065
+# Serving has 1,100.
+MOST_LINES, MOST_LINES_OF_TESTS = 78_935, 53_277
 
 
 def in_a_new_process(code):

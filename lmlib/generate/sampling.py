@@ -121,19 +121,40 @@ def allowed(
     z_BV = logits_BV
     if "repetition_penalty" in rules:
         assert seen_BV is not None
-        penalty = numbers["repetition_penalty"]
-        z_BV = jnp.where(seen_BV, jnp.where(z_BV > 0, z_BV / penalty, z_BV * penalty), z_BV)
+        z_BV = penalised(z_BV, seen_BV, numbers["repetition_penalty"])
     if "temperature" not in rules:
         return z_BV
     z_BV = z_BV / numbers["temperature"]
     if "top_k" in rules:
-        z_BV = _likeliest(z_BV, jnp.ones_like(z_BV), numbers["top_k"])
+        z_BV = likeliest(z_BV, numbers["top_k"])
     if "top_p" in rules:
-        z_BV = _likeliest(z_BV, jax.nn.softmax(z_BV, axis=-1), numbers["top_p"])
+        z_BV = nucleus(z_BV, numbers["top_p"])
     if "min_p" in rules:
-        highest_B1 = jnp.max(z_BV, axis=-1, keepdims=True)
-        z_BV = jnp.where(z_BV >= highest_B1 + jnp.log(numbers["min_p"]), z_BV, -jnp.inf)
+        z_BV = at_least(z_BV, numbers["min_p"])
     return z_BV
+
+
+def penalised(
+    z_V: Float[Array, "*b vocab"], seen_V: Bool[Array, "*b vocab"], penalty: Float[Array, ""]
+) -> Float[Array, "*b vocab"]:
+    """The repetition penalty of `Sampling`."""
+    return jnp.where(seen_V, jnp.where(z_V > 0, z_V / penalty, z_V * penalty), z_V)
+
+
+def likeliest(z_BV: Float[Array, "b vocab"], top_k: Float[Array, ""]) -> Float[Array, "b vocab"]:
+    """Keeps the `top_k` likeliest tokens."""
+    return _likeliest(z_BV, jnp.ones_like(z_BV), top_k)
+
+
+def nucleus(z_BV: Float[Array, "b vocab"], top_p: Float[Array, ""]) -> Float[Array, "b vocab"]:
+    """Keeps the likeliest tokens with at least the probability `top_p`."""
+    return _likeliest(z_BV, jax.nn.softmax(z_BV, axis=-1), top_p)
+
+
+def at_least(z_BV: Float[Array, "b vocab"], min_p: Float[Array, ""]) -> Float[Array, "b vocab"]:
+    """Keeps tokens with at least `min_p` of the likeliest one's probability."""
+    highest_B1 = jnp.max(z_BV, axis=-1, keepdims=True)
+    return jnp.where(z_BV >= highest_B1 + jnp.log(min_p), z_BV, -jnp.inf)
 
 
 def _likeliest(

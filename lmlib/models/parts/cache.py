@@ -3,11 +3,13 @@
 Position p is stored in slot p mod N. With fewer slots than positions, the cache is a ring of the
 newest tokens, for a layer with a window. The contents of a slot follow from the newest position.
 
-Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
-query heads per key-value head, D head_dim of keys, V head_dim of values, M = G · S.
+Shapes: B batch, R rows of the cache, S sequence (queries), N slots, T keys attended to, H heads, K
+kv_heads, G = H / K query heads per key-value head, D head_dim of keys, V head_dim of values,
+M = G · S.
 """
 
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -16,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.attend.kernel import Options, with_sinks
-from lmlib.parallel.collectives import shard_map
+from lmlib.parallel.collectives import platform, shard_map
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 
 _FEW = 16  # tokens of a row that a call writes in place, one by one
+_BLOCK = 128  # slots that a CPU attends to at once
 _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 
 
@@ -27,12 +30,14 @@ class KeysAndValues(eqx.Module):
     """The cache of one layer; `tensor` splits its heads, `data` and `fsdp` its rows.
 
     Both arrays have the layout that products with one query read. `empty` is True, while tracing,
-    if no call has written to the cache yet.
+    if no call has written to the cache yet. With `first`, a call uses as many rows as it has texts,
+    from that one on; without, it has a text for each row.
     """
 
     keys: Float[Array, "b kv_heads head_dim slot"]
     values: Float[Array, "b kv_heads slot value_dim"]
     empty: bool = eqx.field(static=True, default=False)
+    first: Int32[Array, ""] | None = None
 
 
 def empty_cache(
@@ -63,9 +68,10 @@ def extended(
     fits = cache.empty and k_BSKD.shape[1] <= cache.keys.shape[-1]
     write = shard_map(
         _first_written if fits else _written,
-        (*kept, new, new, partition("batch seq")), kept, tracked=False,
+        (*kept, new, new, partition("batch seq"), partition(())), kept, tracked=False,
     )  # fmt: skip
-    return KeysAndValues(*write(cache.keys, cache.values, k_BSKD, v_BSKV, positions_BS))
+    given = k_BSKD, v_BSKV, positions_BS, cache.first
+    return KeysAndValues(*write(cache.keys, cache.values, *given), first=cache.first)
 
 
 def attend_cached(
@@ -97,13 +103,16 @@ def attend_cached(
     # and in a cache that is no ring, which has fewer slots than a window.
     in_place = options.window is None or not 0 <= slots - options.window < S - 1
     read = after if in_place else cache
+    by_blocks = in_place and slots > _BLOCK and platform() == "cpu"
     mixed_BSHV, log_normaliser_BSH = shard_map(
-        functools.partial(_attend, options, in_place),
-        (partition(_KEYS), partition(_VALUES), partition("batch seq"), kv_heads, kv_heads)
-        + (heads,) * len(queries),
+        functools.partial(_attend_by_blocks, options)
+        if by_blocks
+        else functools.partial(_attend, options, in_place),
+        (partition(_KEYS), partition(_VALUES), partition("batch seq"), partition(()))
+        + (kv_heads,) * 2 + (heads,) * len(queries),
         (heads, partition("batch seq heads")),
         tracked=False,
-    )(read.keys, read.values, positions_BS, k_BSKD, v_BSKV, *queries)
+    )(read.keys, read.values, positions_BS, cache.first, k_BSKD, v_BSKV, *queries)  # fmt: skip
     if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return mixed_BSHV, after
@@ -116,7 +125,7 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
 
 
 def _first_written(
-    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
+    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, *_: Array | None
 ) -> tuple[Array, Array]:
     """Writes tokens from position 0 on. Padding comes after them, where nothing counts."""
     k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, keys_BKDN.dtype)
@@ -131,12 +140,17 @@ def _as_stored(k_BSKD: Array, v_BSKV: Array, dtype: DTypeLike) -> tuple[Array, A
 
 
 def _written(
-    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
+    keys_BKDN: Array,
+    values_BKNV: Array,
+    k_BSKD: Array,
+    v_BSKV: Array,
+    positions_BS: Array,
+    first: Array | None,
 ) -> tuple[Array, Array]:
     N, dtype = keys_BKDN.shape[3], keys_BKDN.dtype
-    if k_BSKD.shape[1] <= min(_FEW, N):
-        given = k_BSKD.astype(dtype), v_BSKV.astype(dtype), positions_BS
-        return _few_written(keys_BKDN, values_BKNV, *given)
+    if first is not None or k_BSKD.shape[1] <= min(_FEW, N):
+        given = k_BSKD.astype(dtype), v_BSKV.astype(dtype), positions_BS, first
+        return _written_in_place(keys_BKDN, values_BKNV, *given)
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
     # Index of the new token for each slot; a negative one leaves the slot unchanged.
     source_BN = _positions_in(N, newest_B) - first_B[:, None]
@@ -151,36 +165,47 @@ def _written(
     )
 
 
-def _few_written(
-    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
+def _written_in_place(
+    keys_RKDN: Array,
+    values_RKNV: Array,
+    k_BSKD: Array,
+    v_BSKV: Array,
+    positions_BS: Array,
+    first: Array | None,
 ) -> tuple[Array, Array]:
-    """Writes at most `N` tokens of each row in place."""
-    (B, S), N = positions_BS.shape, keys_BKDN.shape[3]
+    """Writes the tokens one by one."""
+    (B, S), N = positions_BS.shape, keys_RKDN.shape[3]
+    first = jnp.int32(0) if first is None else first
     if B == S == 1:  # XLA's CPU compiler copies the cache, unless the update is in a branch
 
-        def write(keys_BKDN: Array, values_BKNV: Array) -> tuple[Array, Array]:
+        def write(keys_RKDN: Array, values_RKNV: Array) -> tuple[Array, Array]:
             slot = positions_BS[0, 0] % N
-            k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, keys_BKDN.dtype)
+            k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, keys_RKDN.dtype)
             return (
-                jax.lax.dynamic_update_slice(keys_BKDN, k_BKDS, (0, 0, 0, slot)),
-                jax.lax.dynamic_update_slice(values_BKNV, v_BKSV, (0, 0, slot, 0)),
+                jax.lax.dynamic_update_slice(keys_RKDN, k_BKDS, (first, 0, 0, slot)),
+                jax.lax.dynamic_update_slice(values_RKNV, v_BKSV, (first, 0, slot, 0)),
             )
 
         there = positions_BS[0, 0] >= 0
-        return jax.lax.cond(there, write, lambda *kept: kept, keys_BKDN, values_BKNV)
-    row_B1 = jnp.arange(B)[:, None]
-    slot_BS = jnp.where(positions_BS < 0, N, positions_BS % N)  # N is dropped
+        return jax.lax.cond(there, write, lambda *kept: kept, keys_RKDN, values_RKNV)
+    row_B1 = first + jnp.arange(B)[:, None]
+    # Padding is dropped, and tokens that newer ones of this call would overwrite.
+    is_kept_BS = positions_BS > jnp.max(positions_BS, axis=1, keepdims=True) - N
+    slot_BS = jnp.where((positions_BS >= 0) & is_kept_BS, positions_BS % N, N)
     return (
-        keys_BKDN.at[row_B1, :, :, slot_BS].set(k_BSKD, mode="drop"),
-        values_BKNV.at[row_B1, :, slot_BS].set(v_BSKV, mode="drop"),
+        keys_RKDN.at[row_B1, :, :, slot_BS].set(k_BSKD, mode="drop"),
+        values_RKNV.at[row_B1, :, slot_BS].set(v_BSKV, mode="drop"),
     )
 
 
 def _attend(
     options: Options, in_place: bool, keys: Array, values: Array, positions_BS: Array,
-    k: Array, v: Array, *q: Array,
+    first: Array | None, k: Array, v: Array, *q: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attention to the cache with the new tokens; or to the cache before, and the new tokens."""
+    if first is not None:
+        rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=len(positions_BS))
+        keys, values = rows(keys, first), rows(values, first)
     newest_B = jnp.max(positions_BS, axis=1) if in_place else positions_BS[:, 0] - 1
     held_BT = _positions_in(keys.shape[3], newest_B)
     if not in_place:
@@ -191,16 +216,68 @@ def _attend(
     return _mix(options, keys, values, positions_BS, held_BT, *q)
 
 
+def _attend_by_blocks(
+    options: Options, keys_RKDN: Array, values_RKNV: Array, positions_BS: Array,
+    first: Array | None, _k: Array, _v: Array, *q_BSHD: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention to the cache with the new tokens, up to the block of the longest text's last one.
+
+    Sums are rescaled when the maximum grows (Milakov & Gimelshein 2018, arXiv:1805.02867). A block
+    that is masked for a text leaves its bits as they are, so they don't depend on the other texts.
+    """
+    B, (_, K, D, N), V = len(positions_BS), keys_RKDN.shape, values_RKNV.shape[3]
+    newest_B, first = jnp.max(positions_BS, axis=1), jnp.int32(0) if first is None else first
+    held_BN = _positions_in(N, newest_B)
+    queries, by_head = _as_rows(K, *q_BSHD)
+    wide = jnp.promote_types(q_BSHD[0].dtype, jnp.float32)
+
+    def add(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        most_BKM1, total_BKM1, mixed_BKMV = carry
+        start = jnp.minimum(block * _BLOCK, N - _BLOCK)
+        at = first, jnp.int32(0), jnp.int32(0), start
+        keys_BKDT = jax.lax.dynamic_slice(keys_RKDN, at, (B, K, D, _BLOCK))
+        values_BKTV = jax.lax.dynamic_slice(values_RKNV, (*at[:2], start, at[2]), (B, K, _BLOCK, V))
+        held_BT = jax.lax.dynamic_slice(held_BN, (jnp.int32(0), start), (B, _BLOCK))
+        is_new_T = start + jnp.arange(_BLOCK) >= block * _BLOCK
+        held_BT = jnp.where(is_new_T, held_BT, -1)
+        scores_BKMT = _scores(options, keys_BKDT, values_BKTV, positions_BS, held_BT, *queries)
+        higher_BKM1 = jnp.maximum(most_BKM1, jnp.max(scores_BKMT, axis=-1, keepdims=True))
+        weights_BKMT = jnp.exp(scores_BKMT - higher_BKM1)
+        factor_BKM1 = jnp.exp(most_BKM1 - higher_BKM1)
+        total_BKM1 = total_BKM1 * factor_BKM1 + jnp.sum(weights_BKMT, axis=-1, keepdims=True)
+        weights_BKMT = weights_BKMT.astype(values_BKTV.dtype)
+        new_BKMV = jnp.einsum(
+            "bkmt,bktv->bkmv", weights_BKMT, values_BKTV, preferred_element_type=wide
+        )
+        return higher_BKM1, total_BKM1, mixed_BKMV * factor_BKM1 + new_BKMV
+
+    blocks = jnp.clip(-(-(jnp.max(newest_B) + 1) // _BLOCK), 1, -(-N // _BLOCK))
+    zeros_BKM1 = jnp.zeros((*queries[0].shape[:3], 1), wide)
+    start = zeros_BKM1 + jnp.finfo(wide).min, zeros_BKM1, zeros_BKM1 + jnp.zeros(V, wide)
+    most_BKM1, total_BKM1, mixed_BKMV = jax.lax.fori_loop(0, blocks, add, start)
+    log_normaliser_BKM1 = most_BKM1 + jnp.log(total_BKM1)
+    mixed_BKMV = (mixed_BKMV / total_BKM1).astype(values_RKNV.dtype)
+    return by_head(mixed_BKMV), by_head(log_normaliser_BKM1)[..., 0]
+
+
 def _mix(
     options: Options, keys_BKDT: Array, values_BKTV: Array, positions_BS: Array, held_BT: Array,
-    q_BSHD: Array, of_values_BSHV: Array | None = None,
+    *q_BSHD: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the mixed values and the logarithms of the normalisers."""
-    B, S, H, _ = q_BSHD.shape
-    K, wide = keys_BKDT.shape[1], jnp.promote_types(q_BSHD.dtype, jnp.float32)
+    queries, by_head = _as_rows(keys_BKDT.shape[1], *q_BSHD)
+    scores_BKMT = _scores(options, keys_BKDT, values_BKTV, positions_BS, held_BT, *queries)
+    weights_BKMT = jax.nn.softmax(scores_BKMT, axis=-1)
+    log_normaliser_BKM1 = jax.nn.logsumexp(scores_BKMT, axis=-1, keepdims=True)
+    mixed_BKMV = jnp.einsum("bkmt,bktv->bkmv", weights_BKMT.astype(values_BKTV.dtype), values_BKTV)
+    return by_head(mixed_BKMV), by_head(log_normaliser_BKM1)[..., 0]
+
+
+def _as_rows(K: int, *q_BSHD: Array) -> tuple[list[Array], Callable[[Array], Array]]:
+    """The G heads that share keys, and the queries, as M rows of one matrix; and the inverse."""
+    B, S, H, _ = q_BSHD[0].shape
 
     def rows(x_BSHD: Array) -> Array:
-        """The G heads that share keys, and the queries, as rows of one matrix."""
         x_BKGSD = jnp.transpose(x_BSHD.reshape(B, S, K, H // K, -1), (0, 2, 3, 1, 4))
         return x_BKGSD.reshape(B, K, H // K * S, -1)
 
@@ -208,18 +285,25 @@ def _mix(
         x_BKGSV = x_BKMV.reshape(B, K, H // K, S, -1)
         return jnp.transpose(x_BKGSV, (0, 3, 1, 2, 4)).reshape(B, S, H, -1)
 
+    return [*map(rows, q_BSHD)], by_head
+
+
+def _scores(
+    options: Options, keys_BKDT: Array, values_BKTV: Array, positions_BS: Array, held_BT: Array,
+    q_BKMD: Array, of_values_BKMV: Array | None = None,
+) -> Array:  # fmt: skip
+    """Returns the scores [B, K, M, T], with a finite minimum where a query sees nothing."""
+    wide = jnp.promote_types(q_BKMD.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    products_BKMT = product("bkmd,bkdt->bkmt", rows(q_BSHD), keys_BKDT)
-    if of_values_BSHV is not None:
-        products_BKMT += product("bkmv,bktv->bkmt", rows(of_values_BSHV), values_BKTV)
-    scores_BKGST = options.scores(products_BKMT).reshape(B, K, H // K, S, -1)
+    products_BKMT = product("bkmd,bkdt->bkmt", q_BKMD, keys_BKDT)
+    if of_values_BKMV is not None:
+        products_BKMT += product("bkmv,bktv->bkmt", of_values_BKMV, values_BKTV)
     seen_BST = _visible(positions_BS, held_BT, options.window)
+    B, S, T = seen_BST.shape
+    scores_BKGST = options.scores(products_BKMT).reshape(B, products_BKMT.shape[1], -1, S, T)
     # A finite minimum, since padding tokens attend to nothing.
     scores_BKGST = jnp.where(seen_BST[:, None, None], scores_BKGST, jnp.finfo(wide).min)
-    weights_BKMT = jax.nn.softmax(scores_BKGST, axis=-1).reshape(products_BKMT.shape)
-    log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
-    mixed_BKMV = jnp.einsum("bkmt,bktv->bkmv", weights_BKMT.astype(values_BKTV.dtype), values_BKTV)
-    return by_head(mixed_BKMV), by_head(log_normaliser_BKGS)[..., 0]
+    return scores_BKGST.reshape(products_BKMT.shape)
 
 
 def _visible(

@@ -1,0 +1,406 @@
+"""Computes many requests at once, in rows of one cache.
+
+A prompt is computed alone, in chunks, then its row joins the rows that grow by a token at a time.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lmlib.compute import Compute
+from lmlib.generate import Sampling, usual_dtype, weights
+from lmlib.generate.steps import NOTHING
+from lmlib.hardware.free_memory import check_fits
+from lmlib.models.model import Model, check_length
+from lmlib.parallel.layout import COMPUTE, num_shards
+from lmlib.parallel.mesh import mesh_of
+from lmlib.serve.prefixes import Prefixes, beginnings_of
+from lmlib.serve.requests import MOST_STOP_IDS, Request, Token, Update
+from lmlib.serve.steps import ROUND, Cache, Made, Rows, empty, programs
+
+CHUNK = 128  # tokens of a prompt that are computed at once
+_SIZES = (16, 32, 64, CHUNK)  # of a prompt's last chunk
+_HURRIED = 4  # maximum number of tokens of a call while other requests wait
+_MOST_ROWS = 64  # of a call that the engine tries, beyond its slots
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """The state of a request in an engine.
+
+    `computed` and `made` count tokens of the prompt in the cache, and new ones. `to_store` are
+    numbers of chunks after which the prompt is copied for reuse.
+    """
+
+    request: Request
+    receive: Callable[[Update], None]
+    row: int = -1
+    computed: int = 0
+    reused: int = 0
+    made: int = 0
+    newest: int = -1
+    beginnings: list[bytes] = dataclasses.field(default_factory=list)
+    to_store: set[int] = dataclasses.field(default_factory=set)
+    scores: list[Token] = dataclasses.field(default_factory=list)
+    cancelled: bool = False
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens of the prompt before its last one, from which the first new token is made."""
+        return len(self.request.prompt) - 1
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that must be computed before the answer."""
+        return self.to_compute - self.computed
+
+
+class Engine:
+    """Answers requests with one model.
+
+    Args:
+      model: copied in the dtype of `compute`.
+      mesh: where the weights are placed; `None`: the mesh that they were made on, if any. Only
+        `tensor` may split arrays: each device computes every row.
+      compute: only `dtype` and `attention` are used; `None`: in `usual_dtype`.
+      slots: requests that are computed at once.
+      length: tokens of the longest prompt and its answer.
+      prefix_rows: beginnings of prompts that are kept for reuse, each in a row of the cache.
+      int8: True to store matrices in rounded 8-bit form.
+      adapters: models with low-rank adapters of `model`, by the names that requests give. Only
+        their adapters are copied.
+
+    Raises:
+      ValueError: if a size is out of range; the model does not support such long texts; the mesh
+        splits the batch; or an adapter has another base, or changes more than matrices of layers.
+      MemoryError: if the cache does not fit in free memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh | None = None,
+        compute: Compute | None = None,
+        slots: int = 16,
+        length: int = 2_048,
+        prefix_rows: int = 8,
+        int8: bool = False,
+        adapters: Mapping[str, Model] | None = None,
+    ):
+        for name, size, least in (("slots", slots, 1), ("length", length, 2)):
+            if not least <= size < 2**31:
+                raise ValueError(f"{name} must be in [{least}, 2^31), got {size}")
+        if prefix_rows < 0:
+            raise ValueError(f"prefix_rows must be at least 0, got {prefix_rows}")
+        self._mesh = mesh = mesh or mesh_of(model)
+        if mesh is not None and num_shards(COMPUTE["batch"], mesh) > 1:
+            raise ValueError(
+                f"the mesh {dict(mesh.shape)} splits the batch, but every device computes all rows "
+                "of an engine: use a mesh of `tensor` alone, make_mesh(tensor=…)"
+            )
+        switches = [length for key in model.reads for length in getattr(key, "switches", ())]
+        self.slots, self.length, self.vocab = slots, min([length, *switches]), model.vocab
+        self._prefix_rows = prefix_rows
+        with self._on_mesh():
+            compute = compute or Compute(dtype=usual_dtype())
+            self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
+            check_length(model, self.length, self._compute)
+            base = weights.ready(model, self._compute.dtype, mesh, True, int8)
+        self._weights = {None: jax.tree.flatten(base)}
+        self.adapters = tuple(adapters or ())
+        self._model = base.model
+        self.tokens = 0
+        self._rows_of_calls = [2]
+        while self._rows_of_calls[-1] < slots:
+            self._rows_of_calls.append(2 * self._rows_of_calls[-1])
+        self._check_memory()
+        self._cache: list[jax.Array] | None = None
+        self._start_again()
+
+    # Requests
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the engine cannot answer `request`."""
+        prompt, most = request.prompt, self.length
+        if not prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if wrong := [token for token in prompt if not 0 <= token < self.vocab]:
+            raise ValueError(
+                f"the prompt has the token {wrong[0]}, but the model's vocabulary ends at "
+                f"{self.vocab - 1}"
+            )
+        if request.max_tokens < 0:
+            raise ValueError(f"max_tokens must be at least 0, got {request.max_tokens}")
+        if len(prompt) + request.max_tokens > most:
+            raise ValueError(
+                f"the prompt has {len(prompt):,} tokens, and {request.max_tokens:,} more are to "
+                f"follow, but a text may have {most:,} at most"
+            )
+        for name, least, end in (("seed", 0, 2**32), ("sample", 0, 2**31), ("top", 0, 21)):
+            if not least <= getattr(request, name) < end:
+                raise ValueError(
+                    f"{name} must be in [{least}, {end:,}), got {getattr(request, name)}"
+                )
+        if len(request.stop_ids) > MOST_STOP_IDS:
+            raise ValueError(
+                f"at most {MOST_STOP_IDS} tokens may end an answer, got {len(request.stop_ids)}"
+            )
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise ValueError(f"there is no adapter {request.adapter!r} (known: {known})")
+
+    @property
+    def free(self) -> bool:
+        """True if another request can begin."""
+        return len(self._prefilling) + len(self._running) < self.slots
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
+    def prefixes(self) -> int:
+        """The number of beginnings of prompts in the cache."""
+        return len(self._prefixes)
+
+    def begin(self, answer: Answer) -> None:
+        """Takes a row for a request that `check` accepts, while `free` is True."""
+        taken = {each.row for each in (*self._prefilling, *self._running)}
+        answer.row = next(row for row in range(self.slots) if row not in taken)
+        request = answer.request
+        chunks, source = 0, self._empty_row
+        if not request.score_prompt:
+            text = request.prompt[: answer.to_compute]
+            answer.beginnings = beginnings_of(request.adapter, text, CHUNK)
+            chunks, stored = self._prefixes.longest(answer.beginnings)
+            source = stored if chunks else source
+            answer.to_store = self._prefixes.worth_storing(answer.beginnings)
+        answer.computed = answer.reused = chunks * CHUNK
+        self._prefilling.append(answer)
+        self._copy(source, answer.row, answer.computed)
+
+    def turn(self, others_wait: bool = False) -> list[Answer]:
+        """Computes a chunk of one prompt, then a few tokens of all answers.
+
+        Returns the answers that ended. If a step fails, all end, and the cache is made again.
+        """
+        every = [*self._prefilling, *self._running]
+        ended = [each for each in every if each.cancelled]
+        for each in ended:
+            self._end(each, Update(ended="cancelled"))
+        try:
+            with self._on_mesh():
+                if self._prefilling:
+                    ended += self._prefill(self._next_to_prefill())
+                if self._running:
+                    ended += self._decode(others_wait or bool(self._prefilling))
+        except Exception as error:  # of XLA or of a model's own code
+            ended += self.fail(error)
+        return ended
+
+    def fail(self, error: Exception) -> list[Answer]:
+        """Ends all answers, and makes the cache again."""
+        every = [*self._prefilling, *self._running]
+        text = str(error).strip().partition("\n")[0][:200]
+        for each in every:
+            self._end(each, Update(ended=f"failed: {type(error).__name__}: {text}"))
+        self._start_again()
+        return every
+
+    # Memory
+
+    def _check_memory(self) -> None:
+        rows = self._rows_of_calls[-1] + self._prefix_rows + 1
+        with self._on_mesh():
+            shapes = jax.eval_shape(
+                lambda model: empty(model, rows, self.length, self._compute), self._model
+            )
+        devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
+        what = (
+            f"a cache of {rows:,} × {self.length:,} tokens (slots={self.slots}, "
+            f"prefix_rows={self._prefix_rows})"
+        )
+        try:
+            check_fits(what, shapes, devices)
+        except MemoryError as error:
+            raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
+
+    def _start_again(self) -> None:
+        self._cache = None  # frees it before a new one is made
+        slots = self._rows_of_calls[-1]
+        self._prefilling: list[Answer] = []
+        self._running: list[Answer] = []
+        self._turns = 0
+        self._empty_row = slots + self._prefix_rows  # never written to
+        self._prefixes = Prefixes(range(slots, self._empty_row))
+        with self._on_mesh():
+            make = jax.jit(empty, static_argnums=(1, 2, 3))
+            cache: Cache = make(self._model, self._empty_row + 1, self.length, self._compute)
+        self._cache, structure = jax.tree.flatten(cache)
+        self._programs = {
+            name: programs((of_weights, structure), self._compute)
+            for name, (_, of_weights) in self._weights.items()
+        }
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        numbers = (np.int32(each) for each in (source, target, length))
+        with self._on_mesh():
+            self._cache = self._programs[None].copy(self._cache, *numbers)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    # Steps
+
+    def _next_to_prefill(self) -> Answer:
+        """The prompt with the least left, in every second turn the one that came first."""
+        self._turns += 1
+        if self._turns % 2:
+            return min(self._prefilling, key=lambda each: each.left)
+        return self._prefilling[0]
+
+    def _prefill(self, answer: Answer) -> list[Answer]:
+        if answer.left > 0:
+            self._compute_chunk(answer)
+        if answer.left > 0:
+            return []
+        self._prefilling.remove(answer)
+        prompt = tuple(answer.scores)
+        if answer.request.max_tokens == 0:
+            self._end(answer, Update(prompt, ended="length"))
+            return [answer]
+        if prompt:
+            self._send(answer, Update(prompt))
+        answer.newest = answer.request.prompt[-1]
+        self._running.append(answer)
+        return []
+
+    def _compute_chunk(self, answer: Answer) -> None:
+        start, request = answer.computed, answer.request
+        end = min(start + CHUNK, answer.to_compute)
+        size = next(size for size in _SIZES if size >= end - start)
+        tokens_C, next_C = np.zeros((2, size), np.int32)
+        tokens_C[: end - start] = request.prompt[start:end]
+        numbers = (np.int32(each) for each in (start, end, answer.row))
+        run, (arrays, _) = self._programs[request.adapter], self._weights[request.adapter]
+        self._cache, h_CE = run.prefill(arrays, self._cache, tokens_C, *numbers)
+        if request.score_prompt:
+            next_C[: end - start] = request.prompt[start + 1 : end + 1]
+            made = run.score(arrays, h_CE, next_C, np.int32(request.top))
+            answer.scores += _tokens(jax.device_get(made), 0, end - start, request.top)
+        answer.computed = end
+        chunks, rest = divmod(end, CHUNK)
+        if rest == 0 and chunks in answer.to_store:
+            row = self._prefixes.store(answer.beginnings[chunks - 1])
+            if row is not None:
+                self._copy(answer.row, row, end)
+
+    def _decode(self, hurry: bool) -> list[Answer]:
+        self._move_together()
+        count = self._rows_for(1 + max(each.row for each in self._running))
+        limit = min(
+            _HURRIED if hurry else ROUND,
+            max(each.request.max_tokens - each.made for each in self._running),
+        )
+        ended = []
+        for name in dict.fromkeys(each.request.adapter for each in self._running):
+            answers = [each for each in self._running if each.request.adapter == name]
+            rows, (arrays, _) = _rows_of(answers, count), self._weights[name]
+            run = self._programs[name].decode
+            self._cache, made = run(arrays, self._cache, rows, np.int32(limit))
+            made = jax.device_get(made)
+            for each in answers:
+                new = int(np.sum(made.tokens_BN[each.row] != NOTHING))
+                tokens = _tokens(made, each.row, new, each.request.top)
+                each.made += new
+                each.newest = tokens[-1].id
+                self.tokens += new
+                reused = each.reused if each.made == new else 0
+                update = Update((), tuple(tokens), None, reused)
+                if each.newest in each.request.stop_ids:
+                    self._end(each, update._replace(ended="stop"))
+                elif each.made == each.request.max_tokens:
+                    self._end(each, update._replace(ended="length"))
+                else:
+                    self._send(each, update)
+                    continue
+                ended.append(each)
+        return ended
+
+    def _rows_for(self, rows: int) -> int:
+        return next(each for each in self._rows_of_calls if each >= rows)
+
+    def _move_together(self) -> None:
+        """Moves running rows to free ones, if a call then needs fewer rows."""
+        fewest = self._rows_for(len(self._running))
+        taken = {each.row for each in (*self._prefilling, *self._running)}
+        free = [row for row in range(fewest) if row not in taken]
+        beyond = [each for each in self._running if each.row >= fewest]
+        if len(beyond) <= len(free):
+            for answer, row in zip(beyond, free, strict=False):
+                self._copy(answer.row, row, answer.to_compute + answer.made)
+                answer.row = row
+
+    def _end(self, answer: Answer, update: Update) -> None:
+        for some in (self._prefilling, self._running):
+            if answer in some:
+                some.remove(answer)
+        self._send(answer, update)
+
+    def _send(self, answer: Answer, update: Update) -> None:
+        answer.receive(update)
+
+
+def _rows_of(answers: Sequence[Answer], count: int) -> Rows:
+    """The arguments of a call for `answers`; other rows are idle."""
+
+    def filled(
+        dtype: Any, value: Callable[[Answer], Any], *shape: int, fill: Any = 0
+    ) -> np.ndarray:
+        x = np.full((count, *shape), fill, dtype)
+        for each in answers:
+            x[each.row] = value(each)
+        return x
+
+    def stop_ids(each: Answer) -> list[int]:
+        ids = each.request.stop_ids
+        return [*ids, *[NOTHING] * (MOST_STOP_IDS - len(ids))]
+
+    def number(each: Answer, name: str) -> float:
+        value = getattr(each.request.sampling, name)
+        return 0.0 if value is None else value
+
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    return Rows(
+        filled(np.int32, lambda each: each.newest),
+        filled(np.int32, lambda each: each.to_compute + each.made),
+        filled(np.int32, lambda each: each.request.max_tokens - each.made),
+        filled(np.uint32, lambda each: each.request.seed),
+        filled(np.uint32, lambda each: each.request.sample),
+        {name: filled(np.float32, lambda each, name=name: number(each, name)) for name in names},
+        filled(np.int32, stop_ids, MOST_STOP_IDS, fill=NOTHING),
+        filled(np.int32, lambda each: each.request.top),
+    )
+
+
+def _tokens(made: Made, row: int, count: int, top: int) -> list[Token]:
+    """The first `count` tokens of a row, with the `top` likeliest ones beside each."""
+    found = []
+    for n in range(count):
+        beside = zip(
+            made.top_ids_BNT[row, n, :top].tolist(),
+            made.top_logprobs_BNT[row, n, :top].tolist(),
+            strict=True,
+        )
+        id, logprob = made.tokens_BN[row, n].item(), made.logprobs_BN[row, n].item()
+        found.append(Token(id, logprob, tuple(beside)))
+    return found
