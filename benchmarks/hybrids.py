@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from step_peers.measure import machine
+from step_peers.work import hybrid
 
 from lmlib.compute import Compute
 from lmlib.models.forward_context import ForwardContext
@@ -176,7 +177,6 @@ def measured_decoding(embed: int, contexts: Sequence[int]) -> str:
 
 def planned(topology: str) -> str:
     """The plans of Llama 1B, and of the hybrid of its sizes."""
-    from lmlib.models.families.hybrid.qwen3_next import qwen3_next
     from lmlib.plan import targets
     from lmlib.plan.planner import plan
     from runner.aot.abstract_inputs import built, without_data
@@ -186,17 +186,10 @@ def planned(topology: str) -> str:
     targets.prepare(target := targets.parse(topology))
     set_gpu_flags()
     llama = built(without_data(load("experiments/llama_1b")), target.devices())
-    sizes = llama.model.keywords
-    names = "vocab", "embed", "layers", "heads", "head_dim", "mlp"
-    heads, head_dim, layers = (sizes[name] for name in ("heads", "head_dim", "layers"))
-    model = functools.partial(
-        qwen3_next, **{name: sizes[name] for name in names}, kv_heads=heads,
-        dense_layers=(*range(layers),), linear_heads=heads, linear_kv_heads=heads,
-        linear_key_dim=head_dim, linear_value_dim=head_dim,
-    )  # fmt: skip
+    model = functools.partial(hybrid, **llama.model.keywords)
     rows = [["", "parameters", "kernels", "GB moved", "step, ms", "MFU", "memory, GB"]]
-    hybrid = dataclasses.replace(llama, model=model)
-    for name, experiment in (("Llama 1B", llama), ("hybrid 3:1", hybrid)):
+    of_both = ("Llama 1B", llama), ("hybrid 3:1", dataclasses.replace(llama, model=model))
+    for name, experiment in of_both:
         report = plan(experiment, target)
         assert report.kernels is not None and report.estimate is not None, "it does not fit"
         rows.append(

@@ -92,11 +92,13 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
 
 
 @pytest.mark.slow
-def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
-    ran = run("--sizes=tiny_mixture", "--precisions=float32")
+def test_a_mixture_is_measured_beside_peers_of_its_losses_and_a_hybrid_alone():
+    ran = run("--sizes=tiny_mixture,tiny_hybrid", "--precisions=float32")
     assert ran.returncode == 0, ran.stderr
     assert "each token through 2 of 4 experts" in ran.stdout
-    last = dict(re.findall(r"^(\w+) .*\d\.\d{3} .* (\S+)$", ran.stdout, re.MULTILINE))
+    mixture, _, hybrid = ran.stdout.partition("\ntiny_hybrid: 0.1 M parameters")
+    assert re.search(r"^lmlib .* 0.0e\+00$", hybrid, re.MULTILINE) and "pytorch" not in hybrid
+    last = dict(re.findall(r"^(\w+) .*\d\.\d{3} .* (\S+)$", mixture, re.MULTILINE))
     assert last["lmlib"] == "0.0e+00" and last["dense"] == "work"  # "other work"
     here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
     peers = ("pytorch_eager", "transformers", "transformers_grouped") if here else ()

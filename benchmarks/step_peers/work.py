@@ -18,6 +18,7 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.models.families.hybrid.qwen3_next import qwen3_next
 from lmlib.models.families.llama import llama
 from runner.config.configs import load
 
@@ -84,7 +85,7 @@ class Size:
     @property
     def peers(self) -> Sequence[str]:
         """The other contenders that implement this family."""
-        return PEERS_OF_LLAMA if self.family is llama else PEERS_OF_MIXTRAL
+        return {llama: PEERS_OF_LLAMA, mixtral: PEERS_OF_MIXTRAL}.get(self.family, ())
 
     @property
     def rope_theta(self) -> float:
@@ -163,6 +164,15 @@ def one_document_rows(batch_BS: Batch) -> Batch:
     )
 
 
+def hybrid(*, heads: int, head_dim: int, layers: int, **sizes: Any) -> Decoder:
+    """Returns a Llama with Gated DeltaNet instead of attention in three of four layers."""
+    return qwen3_next(
+        heads=heads, head_dim=head_dim, layers=layers, **sizes, kv_heads=heads,
+        dense_layers=(*range(layers),), linear_heads=heads, linear_kv_heads=heads,
+        linear_key_dim=head_dim, linear_value_dim=head_dim,
+    )  # fmt: skip
+
+
 _SMALL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4, "mlp": 1_024}
 _TINY = {"vocab": 64, "embed": 32, "layers": 2, "heads": 2, "mlp": 64}
 
@@ -184,6 +194,7 @@ def _sizes() -> dict[str, Size]:
         Size("tiny_recomputed", _TINY, 8, 64, recomputed=True),
         Size("8m_256", _SMALL, 4, 256, recomputed=True),
         Size("8m_512", _SMALL, 8, 512),
+        Size("tiny_hybrid", _TINY | dict(layers=4, head_dim=16), 8, 64, family=hybrid),
         Size("tiny_mixture", _TINY | dict(experts=4, top=2, mlp=32), 8, 64, family=mixtral),
         Size("8_of_512", _SMALL | dict(experts=8, top=2, mlp=512), 8, 512, family=mixtral),
         Size("32_of_256", _SMALL | dict(experts=32, top=4, mlp=256), 8, 512, family=mixtral),
@@ -193,6 +204,10 @@ def _sizes() -> dict[str, Size]:
         settings, compute = cfg.model.__arguments__, Compute(**cfg.compute.__arguments__)
         adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
         sizes.append(Size(name, settings, 64, 1_024, False, adamw, compute))
+        if name == "1b":
+            sizes.append(
+                Size("hybrid_1b", settings, 64, 1_024, False, adamw, compute, family=hybrid)
+            )
     mixture = {"vocab": 32_768, "embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128}
     mixture |= dict(experts=8, top=2, mlp=2_048)
     computed = Compute(unroll=8, logits_dtype="bfloat16")
