@@ -41,6 +41,8 @@ class Declaration:
     learning_rate: float = 1.0
     gradient: bool = True
     writes: bool | None = None
+    # neighbours along an axis that one element stands for; 1 along axes without an entry
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def multiplied(self) -> bool:

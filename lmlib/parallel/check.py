@@ -27,22 +27,26 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
         numbers, and a remedy; or if the stages would not have their own layers.
     """
     layers = [0]
-    misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
+    misfits: dict[tuple[str, str, MeshAxes], str] = {}  # of arrays of a matrix, the last counts
 
     def check(weight: Weight, array: Any) -> None:
         _check_declaration(weight, array)
         layers.append(array.shape[0] if weight.stacked else 0)
-        rules = {**COMPUTE, **weight.declaration.rules}
+        rules, blocks = {**COMPUTE, **weight.declaration.rules}, weight.declaration.blocks
+        path = weight.path.rpartition(".")[0] if blocks else weight.path  # of the matrix
         for layout in (compute_spec, storage_spec):
             places = layout(weight, array.shape, mesh)
             for axis, size, place in zip(weight.axes, array.shape, places, strict=True):
                 if size % num_shards(place, mesh) and repeats(axis, size, rules, mesh) == 1:
-                    misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
+                    text = misfit(axis, size, place, mesh, blocks.get(axis, 1))
+                    misfits[path, axis, place] = text
 
     map_weights(check, model)
     if misfits:
-        lines = (f"{', '.join(paths)}: {misfit}" for misfit, paths in misfits.items())
-        raise LayoutError("\n".join(lines))
+        paths: dict[str, dict[str, None]] = {}  # each once and in order
+        for (path, *_), text in misfits.items():
+            paths.setdefault(text, {})[path] = None
+        raise LayoutError("\n".join(f"{', '.join(each)}: {text}" for text, each in paths.items()))
     if max(layers) < mesh.shape[STAGE] > 1:
         raise LayoutError(
             f"stage={mesh.shape[STAGE]} needs as many layers that follow each other in one "
@@ -97,17 +101,27 @@ def check_batch(
     for axis, size in sizes.items():
         if size % num_shards(COMPUTE[axis], mesh):
             what = f"each of {microbatches} microbatches: " if microbatches > 1 else ""
-            raise LayoutError(what + _misfit(axis, size, COMPUTE[axis], mesh))
+            raise LayoutError(what + misfit(axis, size, COMPUTE[axis], mesh))
 
 
-def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
+def misfit(
+    axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh, block: int = 1
+) -> str:
+    """Says that `mesh_axes` cannot split an axis of `size` elements, or blocks of elements."""
     names, split = splitting(mesh_axes, mesh), num_shards(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
     divides = f" or a divisor of {split}" if axis in REPEATED else ""
+    what = f"axis {axis!r} of size {size * block} cannot be split over {along}"
+    choices = f"use {' x '.join(names)} of {_choices(size)}"
+    if block > 1:
+        blocks = f"{size} block{'s' if size > 1 else ''} of {block}"
+        return (
+            f"{what} (it has {blocks}, and {size} is no multiple of {split}); {choices}, or "
+            f"{axis} a multiple of {split * block}, or another frozen_dtype"
+        )
     return (
-        f"axis {axis!r} of size {size} cannot be split over {along} (size {size} is no multiple of "
-        f"{split}); use {' x '.join(names)} of {_choices(size)}, or {axis} a multiple of {split}"
-        f"{divides}"
+        f"{what} (size {size} is no multiple of {split}); {choices}, or {axis} a multiple of "
+        f"{split}{divides}"
     )
 
 

@@ -158,10 +158,25 @@ def test_a_mesh_has_the_codes_of_one_device(kind):
         np.testing.assert_array_equal(jax.jit(dense)(one), jax.jit(dense)(other))
 
 
-def test_a_mesh_that_splits_a_block_is_refused():
-    abstract = jax.eval_shape(functools.partial(map_weights, IN["nf4"]), SHAPES)
-    with pytest.raises(LayoutError, match=r"absmax.*embed"):
-        check_model(abstract, make_mesh(fsdp=8))
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("kind", "blocks", "least"), [("nf4", "1 block of 64", 128), ("mxfp4", "2 blocks of 32", 128)]
+)
+def test_a_mesh_that_splits_a_block_is_refused(kind, blocks, least):
+    """With the weight, both sizes and what to change, for shapes and for an array on the mesh."""
+    split = blocks[0]
+    mesh = make_mesh(fsdp=2 * int(blocks[0]), tensor=2)
+    message = (
+        rf"attention\.query.*: axis 'embed' of size 64 cannot be split over fsdp={2 * int(split)} "
+        rf"\(it has {blocks}, and {split} is no multiple of {2 * int(split)}\); use fsdp of .*, or "
+        rf"embed a multiple of {least}, or another frozen_dtype"
+    )
+    small = jax.eval_shape(functools.partial(MODEL, embed=64), key=jax.random.key(0))
+    with pytest.raises(LayoutError, match=message):
+        check_model(jax.eval_shape(functools.partial(map_weights, IN[kind]), small), mesh)
+    weight, array = matrices(laid_out(drawn(small), mesh))["stack.patterns.0.0.attention.query"]
+    with pytest.raises(LayoutError, match=message):
+        IN[kind](weight, array)
 
 
 @pytest.mark.slow

@@ -20,8 +20,10 @@ from jaxtyping import Array, Float, Integer, UInt8
 
 from lmlib.models.matmul import matmul
 from lmlib.models.weights import Random
-from lmlib.parallel.axes import Declaration, Weight
+from lmlib.parallel.axes import Declaration, LayoutError, Weight
+from lmlib.parallel.check import misfit
 from lmlib.parallel.collectives import platform, shard_map
+from lmlib.parallel.layout import num_shards
 from lmlib.parallel.matrix import Matrix
 
 
@@ -44,6 +46,10 @@ class FourBit(Matrix):
     @abstractmethod
     def scales(self) -> Float[Array, "..."]:
         """The scale of each block, in float32, in the layout of `codes`."""
+
+    def declared(self, block: int) -> Declaration:
+        """The declaration of an array with one element for each `block` neighbours."""
+        return dataclasses.replace(self.declaration, blocks={self.rows[-1]: block})
 
     @property
     def axis(self) -> int:
@@ -149,6 +155,17 @@ def can_be_in_blocks(weight: Weight, shape: Sequence[int], block: int) -> bool:
     if {"vocab", "choice"} & {*weight.axes}:
         return False
     return dict(zip(weight.axes, shape, strict=True))[declared.summed[-1]] % block == 0
+
+
+def check_blocks(weight: Weight, array: Array, block: int) -> None:
+    """Raises LayoutError if the layout of `array`, of `weight`, splits blocks."""
+    layout, axis = explicit_layout(array), weight.declaration.summed[-1]
+    if layout is None:
+        return
+    place = layout.spec.partitions[weight.axes.index(axis)]
+    blocks = array.shape[weight.axes.index(axis)] // block
+    if blocks % num_shards(place, layout.mesh):
+        raise LayoutError(f"{weight.path}: {misfit(axis, blocks, place, layout.mesh, block)}")
 
 
 def frozen_declaration(weight: Weight, shape: Sequence[int]) -> Declaration:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float32, UInt8
 from lmlib.models.matrices.four_bit import (
     FourBit,
     can_be_in_blocks,
+    check_blocks,
     frozen_declaration,
     merged,
     packed,
@@ -38,9 +39,11 @@ class Mxfp4(FourBit):
     LOW_FIRST = True
     rows_may_be_split = True
 
-    codes: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    codes: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declared(2)})
     # e8m0: exponents of two, plus 127
-    exponents: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    exponents: UInt8[Array, "..."] = eqx.field(
+        metadata={METADATA: lambda self: self.declared(BLOCK)}
+    )
     axis_names: dict[str, str] = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
     rows: tuple[str, ...] = eqx.field(static=True)
@@ -54,6 +57,7 @@ def in_mxfp4(weight: Weight, array: Array) -> Mxfp4 | Array:
     """Converts the array of `weight` to an `Mxfp4` if `can_be_in_blocks`, else to bfloat16."""
     if not can_be_in_blocks(weight, array.shape, BLOCK):
         return array.astype("bfloat16")
+    check_blocks(weight, array, BLOCK)
     axis = weight.stacked + weight.own_axes.index(weight.declaration.summed[-1])
     return matrix_of(weight, array.shape, _quantized(array, axis))
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float32, UInt8
 from lmlib.models.matrices.four_bit import (
     FourBit,
     can_be_in_blocks,
+    check_blocks,
     explicit_layout,
     frozen_declaration,
     merged,
@@ -49,8 +50,8 @@ class Nf4(FourBit):
     LOW_FIRST = False
     rows_may_be_split = True
 
-    codes: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
-    absmax: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    codes: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declared(2)})
+    absmax: UInt8[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declared(BLOCK)})
     nested: Float32[Array, "..."] = eqx.field(metadata={METADATA: lambda self: _wide(self)})
     offset: Float32[Array, "..."] = eqx.field(metadata={METADATA: lambda self: _wide(self)})
     axis_names: dict[str, str] = eqx.field(static=True)
@@ -87,6 +88,7 @@ def in_nf4(weight: Weight, array: Array) -> Nf4 | Array:
     """Converts the array of `weight` to an `Nf4` if `can_be_in_blocks`, else to bfloat16."""
     if not can_be_in_blocks(weight, array.shape, BLOCK):
         return array.astype("bfloat16")
+    check_blocks(weight, array, BLOCK)
     axes, rows = weight.own_axes, weight.declaration.summed
     arrays = _quantized(array, weight.stacked, axes.index(rows[-1]), order_of(axes, rows))
     return matrix_of(weight, array.shape, arrays)
