@@ -8,6 +8,7 @@ Shapes: M rows, N columns, K contracted.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -137,6 +138,7 @@ def _matmuls(
     around: str = "",
     times: int = 1,
     devices: int = 1,
+    results: Sequence[Any] | None = None,
 ) -> Iterator[Matmul]:
     """Yields the matmuls of a jaxpr.
 
@@ -144,8 +146,9 @@ def _matmuls(
       around: the names around it.
       times: the number of its executions.
       devices: the number of devices that run it on local shards; 1 where types have global shapes.
+      results: its results that are used; `None` for all.
     """
-    for equation in _needed(jaxpr):
+    for equation, used in _needed(jaxpr, jaxpr.outvars if results is None else results):
         names, primitive = f"{around}/{equation.source_info.name_stack}", equation.primitive.name
         if (routed := routing.turns(names)) == 0:
             continue
@@ -183,20 +186,28 @@ def _matmuls(
             for parameter in equation.params.values():
                 inner = getattr(parameter, "jaxpr", parameter)
                 if hasattr(inner, "eqns"):
-                    yield from _matmuls(inner, scopes, routing, names, inside, manual)
+                    is_call = primitive not in _LOOPS and len(inner.outvars) == len(used)
+                    asked = list(itertools.compress(inner.outvars, used)) if is_call else None
+                    yield from _matmuls(inner, scopes, routing, names, inside, manual, asked)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
-    """Returns the equations whose results are used. XLA removes the others, for example products
-    that were traced only for their derivatives."""
-    asked = {id(variable) for variable in jaxpr.outvars}
+_LOOPS = ("scan", "while")  # results of one turn are arguments of the next
+
+
+def _needed(jaxpr: Any, results: Sequence[Any]) -> list[tuple[Any, list[bool]]]:
+    """Returns the equations that `results` need, and for each of their results if it is used.
+
+    XLA removes the others, for example products that were traced only for their derivatives.
+    """
+    asked = {id(variable) for variable in results}
     found = []
     for equation in reversed(jaxpr.eqns):
+        used = [id(variable) in asked for variable in equation.outvars]
         # Collectives name their mesh axes by effects, and are removed like other equations.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-        if acts or any(id(variable) in asked for variable in equation.outvars):
+        if acts or any(used):
             asked.update(map(id, equation.invars))
-            found.append(equation)
+            found.append((equation, used))
     return found[::-1]
 
 

@@ -65,6 +65,25 @@ def test_scans_count_as_often_as_they_turn():
     assert one.flops == one.count * 2 * M * K * K
 
 
+def with_its_own_derivative(function):
+    made = jax.custom_vjp(function)
+    made.defvjp(lambda *given: (function(*given), given), lambda given, _: given)
+    return made
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, with_its_own_derivative])
+def test_products_of_unused_results_of_calls_are_not_counted(call):
+    both = call(lambda x, a, b: (x @ a, x @ b))
+
+    def function(x, a, b):
+        return both(x, a, b)[1]
+
+    arguments = shapes((M, K), (K, N), (K, 3 * N))
+    found = counted(function, *arguments)
+    assert found.total == 2 * M * K * 3 * N
+    assert found.total == jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+
 @pytest.mark.parametrize("rows", [96, 80])  # 48 are whole blocks, 40 end with smaller ones
 def test_products_by_group_count_as_in_even_routing(rows):
     def function(x, w, sizes):
