@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -81,18 +82,21 @@ class RecordBlock(BlockBase):
         a, b, c, d = of_token
         read = x_BSE if self.attended_stream is None else context.shared[self.attended_stream]
         h_BSE, cache = self.attended(read, context, cache)
+        h_BSE = checkpoint_name(h_BSE, "attention_output")  # the gradient of b needs it
         total = _times(a, x_BSE) + _times(b, h_BSE)
         for share in self.shares:
             gate = of_residual(context.shared[share.gate], context)
             total += _times(gate, context.shared[share.activations])
-        x_BSE = total.astype(x_BSE.dtype)
+        x_BSE = checkpoint_name(total.astype(x_BSE.dtype), "attention_residual")
         h_BSE, aux = self.fed_forward(x_BSE, context)
+        h_BSE = checkpoint_name(h_BSE, "mlp_output")
         return (_times(c, x_BSE) + _times(d, h_BSE)).astype(x_BSE.dtype), aux, cache
 
     @property
     def names(self) -> ActivationNames:
-        before = ActivationNames(("attention_input",)), ActivationNames(("mlp_input",))
-        return merge_names(before[0], self.attention.names, before[1], self.mlp.names)
+        between = ("attention_output", "attention_residual", "mlp_input")
+        own = map(ActivationNames, (("attention_input",), between, ("mlp_output",)))
+        return merge_names(next(own), self.attention.names, next(own), self.mlp.names, *own)
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
