@@ -41,7 +41,7 @@ class Declaration:
     learning_rate: float = 1.0
     gradient: bool = True
     writes: bool | None = None
-    # neighbours along an axis that one element stands for; 1 along axes without an entry
+    # how many neighbours along an axis one element stands for, if more than 1
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property

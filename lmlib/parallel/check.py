@@ -27,7 +27,7 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
         numbers, and a remedy; or if the stages would not have their own layers.
     """
     layers = [0]
-    misfits: dict[tuple[str, str, MeshAxes], str] = {}  # of arrays of a matrix, the last counts
+    misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
     def check(weight: Weight, array: Any) -> None:
         _check_declaration(weight, array)
@@ -39,14 +39,11 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
             for axis, size, place in zip(weight.axes, array.shape, places, strict=True):
                 if size % num_shards(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     text = misfit(axis, size, place, mesh, blocks.get(axis, 1))
-                    misfits[path, axis, place] = text
+                    misfits.setdefault(text, {})[path] = None
 
     map_weights(check, model)
     if misfits:
-        paths: dict[str, dict[str, None]] = {}  # each once and in order
-        for (path, *_), text in misfits.items():
-            paths.setdefault(text, {})[path] = None
-        raise LayoutError("\n".join(f"{', '.join(each)}: {text}" for text, each in paths.items()))
+        raise LayoutError("\n".join(f"{', '.join(at)}: {text}" for text, at in misfits.items()))
     if max(layers) < mesh.shape[STAGE] > 1:
         raise LayoutError(
             f"stage={mesh.shape[STAGE]} needs as many layers that follow each other in one "
@@ -107,21 +104,16 @@ def check_batch(
 def misfit(
     axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh, block: int = 1
 ) -> str:
-    """Says that `mesh_axes` cannot split an axis of `size` elements, or blocks of elements."""
+    """Says that `mesh_axes` cannot split `size` blocks of elements along `axis`."""
     names, split = splitting(mesh_axes, mesh), num_shards(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
-    divides = f" or a divisor of {split}" if axis in REPEATED else ""
-    what = f"axis {axis!r} of size {size * block} cannot be split over {along}"
-    choices = f"use {' x '.join(names)} of {_choices(size)}"
-    if block > 1:
-        blocks = f"{size} block{'s' if size > 1 else ''} of {block}"
-        return (
-            f"{what} (it has {blocks}, and {size} is no multiple of {split}); {choices}, or "
-            f"{axis} a multiple of {split * block}, or another frozen_dtype"
-        )
+    counted = f"size {size}" if block == 1 else f"the number of its blocks of {block}, {size},"
+    others = "" if block == 1 else ", or another frozen_dtype"
+    others = f" or a divisor of {split}" if axis in REPEATED else others
     return (
-        f"{what} (size {size} is no multiple of {split}); {choices}, or {axis} a multiple of "
-        f"{split}{divides}"
+        f"axis {axis!r} of size {size * block} cannot be split over {along} ({counted} is no "
+        f"multiple of {split}); use {' x '.join(names)} of {_choices(size)}, or {axis} a multiple "
+        f"of {split * block}{others}"
     )
 
 

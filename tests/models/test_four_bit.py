@@ -159,17 +159,14 @@ def test_a_mesh_has_the_codes_of_one_device(kind):
 
 
 @pytest.mark.several_devices
-@pytest.mark.parametrize(
-    ("kind", "blocks", "least"), [("nf4", "1 block of 64", 128), ("mxfp4", "2 blocks of 32", 128)]
-)
-def test_a_mesh_that_splits_a_block_is_refused(kind, blocks, least):
+@pytest.mark.parametrize(("kind", "block", "number"), [("nf4", 64, 1), ("mxfp4", 32, 2)])
+def test_a_mesh_that_splits_a_block_is_refused(kind, block, number):
     """With the weight, both sizes and what to change, for shapes and for an array on the mesh."""
-    split = blocks[0]
-    mesh = make_mesh(fsdp=2 * int(blocks[0]), tensor=2)
+    mesh = make_mesh(fsdp=2 * number, tensor=2)
     message = (
-        rf"attention\.query.*: axis 'embed' of size 64 cannot be split over fsdp={2 * int(split)} "
-        rf"\(it has {blocks}, and {split} is no multiple of {2 * int(split)}\); use fsdp of .*, or "
-        rf"embed a multiple of {least}, or another frozen_dtype"
+        rf"attention\.query.*: axis 'embed' of size 64 cannot be split over fsdp={2 * number} \(the "
+        rf"number of its blocks of {block}, {number}, is no multiple of {2 * number}\); use fsdp of "
+        r".*, or embed a multiple of 128, or another frozen_dtype"
     )
     small = jax.eval_shape(functools.partial(MODEL, embed=64), key=jax.random.key(0))
     with pytest.raises(LayoutError, match=message):
