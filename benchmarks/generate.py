@@ -4,9 +4,9 @@
     python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # only lmlib
 
 Prompts of 512 tokens are continued greedily by 64 tokens. The models are random Llamas (135m has
-the shape of SmolLM2 135M; `tiny` is for tests). All contenders read the same Hugging Face folder
-and must generate the same tokens; otherwise the script fails. They take turns; the first turn
-compiles and is not counted. Values are medians of tokens per second over all rows. For one row, the
+the shape of SmolLM2 135M, 1b of Llama 3.2 1B; `tiny` is for tests). All contenders read the same
+Hugging Face folder and must generate the same tokens; otherwise the script fails. They take turns;
+the first turn compiles and is not counted. Values are medians of tokens per second over all rows. For one row, the
 table also shows the decoding speed as a fraction of the memory limit: the rate at which XLA reads
 numbers to sum them, divided by the weights' bytes.
 """
@@ -41,6 +41,9 @@ SIZES = {
     "tiny": dict(vocab=256, embed=64, layers=2, heads=2, mlp=128, tied=True),
     "10m": dict(vocab=8_192, embed=320, layers=6, heads=5, mlp=864, tied=True),
     "135m": dict(vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1_536, tied=True),
+    "1b": dict(
+        vocab=128_256, embed=2_048, layers=16, heads=32, kv_heads=8, mlp=8_192, tied=True
+    ),  # Llama 3.2 1B's
 }
 PEERS = "transformers", "transformers_compiled"
 PROMPT, NEW = 512, 64  # tokens

@@ -33,16 +33,23 @@ def is_supported(x_NE: Array, w_XEF: Array) -> bool:
     return x_NE.dtype in known and N >= _SMALLEST and largest < 2**31
 
 
-class _Tiles(NamedTuple):
+class Launch(NamedTuple):
+    """How a kernel is launched: sizes of its tiles, powers of two from 16 on; warps; and stages.
+
+    The other two sizes of a tile divide the arrays' axes, padded to multiples of 16.
+    """
+
     rows: int
     contracted: int
     made: int
+    warps: int = 8
+    stages: int = 3
 
 
-def _tiles(N: int, contracted: int, made: int, itemsize: int) -> _Tiles:
+def _launch(N: int, contracted: int, made: int, itemsize: int) -> Launch:
     """The largest tiles whose operands fit into 96 kB of shared memory three times."""
     rows = min(128, 1 << N.bit_length() - 1)
-    return _Tiles(rows, math.gcd(contracted, 128 // itemsize), math.gcd(made, 128))
+    return Launch(rows, math.gcd(contracted, 128 // itemsize), math.gcd(made, 128))
 
 
 class _Bounds(NamedTuple):
@@ -64,6 +71,7 @@ def rows_by_groups(
     matrices: Sequence[Float[Array, "x a b"]],
     sizes_X: Int32[Array, "x"],
     transposed: bool = False,
+    launch: Launch | None = None,
 ) -> Float[Array, "n made"]:
     """Each row times the matrix of its group, or its transpose; rows behind all groups give 0.
 
@@ -73,14 +81,15 @@ def rows_by_groups(
     columns = matrices[0].shape[1 if transposed else 2]
     rows, matrices = [*map(_filled, rows)], [_filled(w_XEF, axes=(1, 2)) for w_XEF in matrices]
     contracted, made = matrices[0].shape[:0:-1] if transposed else matrices[0].shape[1:]
-    tiles = _tiles(N, contracted, made, dtype.itemsize)
-    most = N // tiles.rows + X + 1  # each group may end within a tile
+    launch = launch or _launch(N, contracted, made, dtype.itemsize)
+    most = N // launch.rows + X + 1  # each group may end within a tile
     bands = -(-most // _BAND)
-    bounds = _Bounds.of(sizes_X, N, tiles.rows)
+    bounds = _Bounds.of(sizes_X, N, launch.rows)
     y_NF = _call(
-        functools.partial(_rows_kernel, tiles=tiles, groups=X, transposed=transposed),
+        functools.partial(_rows_kernel, launch=launch, groups=X, transposed=transposed),
         "grouped_rows",
-        grid=(bands * (made // tiles.made) * _BAND,),
+        launch,
+        grid=(bands * (made // launch.made) * _BAND,),
         made=jax.ShapeDtypeStruct((N, made), dtype),
         flops=2 * N * contracted * made * len(matrices),
     )(*bounds, *rows, *matrices)
@@ -88,11 +97,11 @@ def rows_by_groups(
 
 
 def _rows_kernel(
-    rows_Y: Ref, tiles_Y: Ref, *arrays: Ref, tiles: _Tiles, groups: int, transposed: bool
+    rows_Y: Ref, tiles_Y: Ref, *arrays: Ref, launch: Launch, groups: int, transposed: bool
 ) -> None:
     *factors, y_NF = arrays
     half = len(factors) // 2
-    T, K, J = tiles
+    T, K, J, *_ = launch
     (N, E), columns = factors[0].shape, y_NF.shape[1] // J
     program = pl.program_id(0)
     tile = program // (columns * _BAND) * _BAND + program % _BAND
@@ -129,20 +138,23 @@ def _rows_kernel(
 
 
 def products_of_groups(
-    x_NE: Float[Array, "n e"], y_NF: Float[Array, "n f"], sizes_X: Int32[Array, "x"]
+    x_NE: Float[Array, "n e"],
+    y_NF: Float[Array, "n f"],
+    sizes_X: Int32[Array, "x"],
+    launch: Launch | None = None,
 ) -> Float[Array, "x e f"]:
     """The sum of x ⊗ y over the rows of each group."""
     sizes = x_NE.shape[1], y_NF.shape[1]
     x_NE, y_NF = _filled(x_NE), _filled(y_NF)
     (N, E), F, X = x_NE.shape, y_NF.shape[1], len(sizes_X)
-    itemsize = x_NE.dtype.itemsize
-    tiles = _Tiles(
-        min(128 // itemsize, 1 << N.bit_length() - 1), math.gcd(E, 128), math.gcd(F, 128)
-    )
+    if launch is None:
+        rows = min(128 // x_NE.dtype.itemsize, 1 << N.bit_length() - 1)
+        launch = Launch(rows, math.gcd(E, 128), math.gcd(F, 128))
     dw_XEF = _call(
-        functools.partial(_groups_kernel, tiles=tiles),
+        functools.partial(_groups_kernel, launch=launch),
         "grouped_gradients",
-        grid=(E // tiles.contracted, F // tiles.made, X),
+        launch,
+        grid=(E // launch.contracted, F // launch.made, X),
         made=jax.ShapeDtypeStruct((X, E, F), x_NE.dtype),
         flops=2 * N * E * F,
     )(jnp.cumsum(sizes_X), sizes_X, x_NE, y_NF)
@@ -150,9 +162,9 @@ def products_of_groups(
 
 
 def _groups_kernel(
-    ends_X: Ref, sizes_X: Ref, x_NE: Ref, y_NF: Ref, dw_XEF: Ref, *, tiles: _Tiles
+    ends_X: Ref, sizes_X: Ref, x_NE: Ref, y_NF: Ref, dw_XEF: Ref, *, launch: Launch
 ) -> None:
-    T, K, J = tiles
+    T, K, J, *_ = launch
     N = x_NE.shape[0]
     i, j, group = (pl.program_id(axis) for axis in range(3))
     rows, columns = (pl.ds(pl.multiple_of(at * size, size), size) for at, size in ((i, K), (j, J)))
@@ -183,6 +195,7 @@ def sums_of_rows(x_NE: Float[Array, "n e"], places_MK: Int32[Array, "m k"]) -> F
     y_ME = _call(
         functools.partial(_sums_kernel, T=T, columns=tile),
         "sums_of_rows",
+        Launch(T, tile, tile),
         grid=(E // tile, -(-M // T)),
         made=jax.ShapeDtypeStruct((M, E), x_NE.dtype),
         flops=0,
@@ -220,14 +233,21 @@ def _dot(x: Array, y: Array) -> Array:
 
 
 def _call(
-    kernel: Any, name: str, grid: tuple[int, ...], made: jax.ShapeDtypeStruct, flops: int
+    kernel: Any,
+    name: str,
+    launch: Launch,
+    grid: tuple[int, ...],
+    made: jax.ShapeDtypeStruct,
+    flops: int,
 ) -> Any:
     return pl.pallas_call(
         kernel,
         name=name,
         grid=grid,
         out_shape=made,
-        compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=3),
+        compiler_params=pallas_triton.CompilerParams(
+            num_warps=launch.warps, num_stages=launch.stages
+        ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=0),
         interpret=platform() != "cuda",
     )

@@ -10,6 +10,7 @@ from sentinels import sentinels
 
 from lmlib.models.experts import triton_grouped
 from lmlib.models.experts.grouped import IMPLEMENTATIONS, Groups, grouped_product
+from lmlib.models.experts.triton_grouped import Launch
 
 E, F, X, N = 5, 3, 4, 40
 
@@ -68,6 +69,24 @@ def test_any_number_of_rows(rows, groups):
     y = grouped_product(*arrays, Groups(jnp.asarray(sizes)))
     wanted = np.einsum("ne,nef->nf", x, w[np.repeat(np.arange(groups), sizes)])
     np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)  # small integers are exact
+
+
+@pytest.mark.parametrize("launch", [Launch(64, 16, 32, 4, 2), Launch(16, 64, 64, 8, 4)])
+def test_other_tiles_give_the_same_products(launch):
+    rng = np.random.default_rng(3)
+    x, w, dy = (rng.normal(size=shape) for shape in ((70, 64), (3, 64, 64), (70, 64)))
+    sizes = jnp.array([41, 0, 25], jnp.int32)
+    groups = np.repeat(np.arange(3), sizes)
+    y, dx, dw = np.zeros((70, 64)), np.zeros((70, 64)), np.zeros((3, 64, 64))
+    for row, group in enumerate(groups):
+        y[row], dx[row] = x[row] @ w[group], w[group] @ dy[row]
+        dw[group] += np.outer(x[row], dy[row])
+    single = [jnp.asarray(each, jnp.float32) for each in (x, w, dy)]
+    for transposed, rows, wanted in ((False, single[0], y), (True, single[2], dx)):
+        found = triton_grouped.rows_by_groups([rows], single[1:2], sizes, transposed, launch)
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-4)
+    found = triton_grouped.products_of_groups(single[0], single[2], sizes, launch)
+    np.testing.assert_allclose(found, dw, rtol=2e-5, atol=2e-4)
 
 
 @settings(max_examples=10)
