@@ -162,10 +162,10 @@ def test_a_mesh_has_the_codes_of_one_device(kind):
 @pytest.mark.parametrize(("kind", "block", "number"), [("nf4", 64, 1), ("mxfp4", 32, 2)])
 def test_a_mesh_that_splits_a_block_is_refused(kind, block, number):
     """With the weight, both sizes and what to change, for shapes and for an array on the mesh."""
-    mesh = make_mesh(fsdp=2 * number, tensor=2)
+    mesh = make_mesh(fsdp=(size := 2 * number), tensor=2)
     message = (
-        rf"attention\.query.*: axis 'embed' of size 64 cannot be split over fsdp={2 * number} \(the "
-        rf"number of its blocks of {block}, {number}, is no multiple of {2 * number}\); use fsdp of "
+        rf"attention\.query.*: axis 'embed' of size 64 cannot be split over fsdp={size} \(the "
+        rf"number of its blocks of {block}, {number}, is no multiple of {size}\); use fsdp of "
         r".*, or embed a multiple of 128, or another frozen_dtype"
     )
     small = jax.eval_shape(functools.partial(MODEL, embed=64), key=jax.random.key(0))
