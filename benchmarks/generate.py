@@ -6,9 +6,9 @@
 Prompts of 512 tokens are continued greedily by 64 tokens. The models are random Llamas (135m has
 the shape of SmolLM2 135M, 1b of Llama 3.2 1B; `tiny` is for tests). All contenders read the same
 Hugging Face folder and must generate the same tokens; otherwise the script fails. They take turns;
-the first turn compiles and is not counted. Values are medians of tokens per second over all rows. For one row, the
-table also shows the decoding speed as a fraction of the memory limit: the rate at which XLA reads
-numbers to sum them, divided by the weights' bytes.
+the first turn compiles and is not counted. Values are medians of tokens per second over all rows.
+For one row, the table also shows the decoding speed as a fraction of the memory limit: the rate at
+which XLA reads numbers to sum them, divided by the weights' bytes.
 """
 
 import functools
