@@ -234,13 +234,17 @@ class Experiment:
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def flops_per_token(self, causal: bool) -> float:
-        """Returns a step's FLOPs per token of `data`, including the reference model's.
+        """Returns a step's FLOPs per token of `data`, including the objective's own, such as a reference
+        model's.
 
         See `lmlib.optim.trainable.flops_per_token`.
         """
         length, model = self.data.sequence_length, self.recipe.shapes
         of_training = flops_per_token(model, self.trainable, length, causal)
-        return of_training + self.objective.flops_per_token(model, length, causal)
+        flops = of_training + self.objective.flops_per_token(model, length, causal)
+        if self.microbatches > 1:
+            flops += self.objective.flops_of_whole_batch(model, length, causal)
+        return flops
 
     def abstract_state(self) -> State:
         """Returns shapes, dtypes and `NamedSharding`s of the state."""

@@ -90,6 +90,10 @@ class Objective(abc.ABC):
         """Analytic FLOPs per token beyond `Part.flops_per_token` of `model`, maybe abstract."""
         return 0.0
 
+    def flops_of_whole_batch(self, model: Any, sequence_length: int, causal: bool) -> float:
+        """Analytic FLOPs per token of `of_whole_batch`, which runs with several microbatches."""
+        return 0.0
+
     def count(self, batch: Batch) -> Int32[Array, ""]:
         """The number of `units` of a batch, which divides sums: by default its valid targets."""
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)

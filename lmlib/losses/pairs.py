@@ -202,9 +202,15 @@ class PairedObjective(Objective):
             )
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        # The reference's forward pass.
-        flops = model.flops_per_token(sequence_length, causal) / 3
-        return flops if self.uses_reference else 0.0
+        if not self.uses_reference:
+            return 0.0
+        return _forward(without_adapters(model), sequence_length, causal)
+
+    def flops_of_whole_batch(self, model: Any, sequence_length: int, causal: bool) -> float:
+        if not self.needs_whole_gain:
+            return 0.0
+        of_reference = self.flops_per_token(model, sequence_length, causal)
+        return _forward(model, sequence_length, causal) + of_reference
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
         return jnp.sum(Pairs.of(batch).counted_BS, dtype=jnp.int32)
@@ -221,8 +227,9 @@ class PairedObjective(Objective):
             pairs = Pairs.of(part, self.learns_prompts)
             return _sums_of(pairs, nats_BS, reference_nats_BS).whole
 
-        sums = jax.tree.map(lambda x_M: jnp.sum(x_M, axis=0), jax.lax.map(of, parts))
-        return {"whole": sums}
+        with jax.named_scope("whole_batch"):
+            sums_M = jax.lax.map(of, parts)
+        return {"whole": jax.tree.map(lambda x_M: jnp.sum(x_M, axis=0), sums_M)}
 
     def _reference_nats(
         self, model: Model, reference_model: Model | None, batch: Batch, compute: Compute
@@ -279,6 +286,11 @@ class PairedObjective(Objective):
         # The weighted sum has the gradient of the loss, but a different value.
         minimised += made.loss_sum - jax.lax.stop_gradient(made.loss_sum)
         return LossSums(minimised, sums, found.aux)
+
+
+def _forward(model: Any, sequence_length: int, causal: bool) -> float:
+    """FLOPs per token of a forward pass."""
+    return model.flops_per_token(sequence_length, causal) / 3
 
 
 def _sums_of(pairs: Pairs, nats_BS: Array, reference_nats_BS: Array | None) -> PairSums:

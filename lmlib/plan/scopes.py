@@ -22,6 +22,7 @@ TURNS = {
     "layers": "layer",
     "slots": "slot",
     "microbatches": "microbatch",
+    "whole_batch": "microbatch",
     "loss": "chunk of the loss",
     FURTHER_ROUNDS: "further round of experts",
 }
@@ -45,7 +46,7 @@ def phase(names: str) -> str:
         return "recomputation"
     if "transpose(" in names:
         return "backward"
-    return "forward" if "jvp(" in names else "update"
+    return "forward" if "jvp(" in names or "whole_batch" in names else "update"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,13 @@ import pytest
 from bigram import Bigram
 from byte_texts import write_ids
 
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses.distillation import Distillation
 from lmlib.losses.dpo import DPO
+from lmlib.losses.preferences.kto import KTO
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
@@ -28,6 +30,8 @@ student = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=32)
 teacher = functools.partial(llama, vocab=V, embed=32, layers=2, heads=2, mlp=64)
 # A layer has four square matrices, three of the mlp and two norms; also two tables and a norm.
 PARAMETERS = 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * V * 32 + 32
+ATTENTION = 2 * 2 * 2 * LENGTH * 32  # FLOPs of scores and mixing in both layers
+FORWARD = 2 * (PARAMETERS - V * 32 - 5 * 32) + ATTENTION  # not the embedding, nor norms
 TAUGHT = Distillation(teacher)
 ADAM = functools.partial(adamw, peak_lr=1e-3)
 
@@ -40,14 +44,32 @@ def experiment(model=student, **settings):
 @pytest.mark.slow
 def test_a_teacher_costs_its_forward_pass():
     taught = experiment(objective=TAUGHT)
-    multiplied = PARAMETERS - V * 32 - 5 * 32  # not the embedding, nor norms
-    attention = 2 * 2 * 2 * LENGTH * 32  # of each layer scores and mixing
-    forward = 2 * multiplied + attention
     added = taught.flops_per_token(causal=False) - experiment().flops_per_token(causal=False)
-    assert added == pytest.approx(forward)
+    assert added == pytest.approx(FORWARD)
     steps = (each.trace_step() for each in (taught, experiment()))
     counted = [count_flops(step.jaxpr, ()).total for step in steps]
-    assert counted[0] - counted[1] == pytest.approx(forward * ROWS * LENGTH)
+    assert counted[0] - counted[1] == pytest.approx(FORWARD * ROWS * LENGTH)
+
+
+@pytest.mark.landing
+def test_ktos_microbatches_cost_a_forward_pass_of_both_models():
+    found = []
+    for microbatches in (1, 2):
+        run = outsider_runs.experiment(
+            teacher, {"fsdp": 4}, Compute(), data=Synthetic(V, ROWS, LENGTH, labels=True),
+            optimizer=ADAM, objective=KTO(reference_from="a run"), microbatches=microbatches,
+        )  # fmt: skip
+        counted = count_flops(run.trace_step().jaxpr, ())
+        found.append((run.flops_per_token(causal=False), counted))
+    (analytic, once), (with_kl, whole) = found
+    assert with_kl - analytic == pytest.approx(2 * FORWARD)
+    assert whole.of("forward") - once.of("forward") == pytest.approx(2 * FORWARD * ROWS * LENGTH)
+    assert whole.total - once.total == pytest.approx(2 * FORWARD * ROWS * LENGTH)
+
+
+def test_a_reference_without_adapters_has_none_of_their_flops():
+    adapted = experiment(functools.partial(lora, teacher, rank=4, alpha=8.0), objective=DPO())
+    assert DPO().flops_per_token(adapted.recipe.shapes, LENGTH, False) == pytest.approx(FORWARD)
 
 
 @pytest.mark.slow
