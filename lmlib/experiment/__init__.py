@@ -234,8 +234,7 @@ class Experiment:
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def flops_per_token(self, causal: bool) -> float:
-        """Returns a step's FLOPs per token of `data`, including the objective's own, such as a reference
-        model's.
+        """Returns FLOPs of a step per token of `data`, also of the objective's reference model.
 
         See `lmlib.optim.trainable.flops_per_token`.
         """
