@@ -5,6 +5,7 @@ A prompt is computed alone, in chunks, then its row joins the rows that grow by 
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,17 @@ from lmlib.hardware.free_memory import check_fits
 from lmlib.models.model import Model, check_length
 from lmlib.parallel.layout import COMPUTE, num_shards
 from lmlib.parallel.mesh import mesh_of
+from lmlib.serve.adapters import with_base
 from lmlib.serve.prefixes import Prefixes, beginnings_of
 from lmlib.serve.requests import MOST_STOP_IDS, Request, Token, Update
-from lmlib.serve.steps import ROUND, Cache, Made, Rows, empty, programs
+from lmlib.serve.steps import ROUND, Made, Rows, empty, programs
 
 CHUNK = 128  # tokens of a prompt that are computed at once
 _SIZES = (16, 32, 64, CHUNK)  # of a prompt's last chunk
 _HURRIED = 4  # maximum number of tokens of a call while other requests wait
-_MOST_ROWS = 64  # of a call that the engine tries, beyond its slots
+_MOST_ROWS = 8  # of a call, as a multiple of the slots
+_CHECKED = 4  # tokens that are compared when numbers of rows are checked
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +51,7 @@ class Answer:
     beginnings: list[bytes] = dataclasses.field(default_factory=list)
     to_store: set[int] = dataclasses.field(default_factory=set)
     scores: list[Token] = dataclasses.field(default_factory=list)
+    began: bool = False
     cancelled: bool = False
 
     @property
@@ -110,17 +115,27 @@ class Engine:
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             check_length(model, self.length, self._compute)
-            base = weights.ready(model, self._compute.dtype, mesh, True, int8)
-        self._weights = {None: jax.tree.flatten(base)}
-        self.adapters = tuple(adapters or ())
-        self._model = base.model
-        self.tokens = 0
-        self._rows_of_calls = [2]
-        while self._rows_of_calls[-1] < slots:
-            self._rows_of_calls.append(2 * self._rows_of_calls[-1])
-        self._check_memory()
+            settings = self._compute.dtype, mesh, True, int8
+            base = weights.ready(model, *settings)
+            of_names: dict[str | None, weights.Weights] = {None: base}
+            for name, adapter in (adapters or {}).items():
+                of_names[name] = with_base(name, adapter, model, base, settings)
+        self._model, self.adapters, self.tokens = base.model, tuple(adapters or ()), 0
+        self._prefilling: list[Answer] = []
+        self._running: list[Answer] = []
+        self._turns = 0
         self._cache: list[jax.Array] | None = None
-        self._start_again()
+        most = 2
+        while most < slots:
+            most *= 2
+        self._make_cache(most)
+        self._weights = {name: jax.tree.flatten(each) for name, each in of_names.items()}
+        self._programs = {
+            name: programs((structure, self._structure), self._compute)
+            for name, (_, structure) in self._weights.items()
+        }
+        self.rows = self._equal_rows(most)
+        self._compile_prefill()
 
     # Requests
 
@@ -176,80 +191,94 @@ class Engine:
         """Takes a row for a request that `check` accepts, while `free` is True."""
         taken = {each.row for each in (*self._prefilling, *self._running)}
         answer.row = next(row for row in range(self.slots) if row not in taken)
-        request = answer.request
-        chunks, source = 0, self._empty_row
-        if not request.score_prompt:
-            text = request.prompt[: answer.to_compute]
-            answer.beginnings = beginnings_of(request.adapter, text, CHUNK)
-            chunks, stored = self._prefixes.longest(answer.beginnings)
-            source = stored if chunks else source
-            answer.to_store = self._prefixes.worth_storing(answer.beginnings)
-        answer.computed = answer.reused = chunks * CHUNK
         self._prefilling.append(answer)
-        self._copy(source, answer.row, answer.computed)
 
     def turn(self, others_wait: bool = False) -> list[Answer]:
         """Computes a chunk of one prompt, then a few tokens of all answers.
 
-        Returns the answers that ended. If a step fails, all end, and the cache is made again.
+        Returns the answers that ended. After an exception, call `fail`.
         """
-        every = [*self._prefilling, *self._running]
-        ended = [each for each in every if each.cancelled]
+        ended = [each for each in (*self._prefilling, *self._running) if each.cancelled]
         for each in ended:
             self._end(each, Update(ended="cancelled"))
-        try:
-            with self._on_mesh():
-                if self._prefilling:
-                    ended += self._prefill(self._next_to_prefill())
-                if self._running:
-                    ended += self._decode(others_wait or bool(self._prefilling))
-        except Exception as error:  # of XLA or of a model's own code
-            ended += self.fail(error)
+        if self._cache is None:
+            self._make_cache(self.rows[-1])
+        if self._prefilling:
+            ended += self._prefill(self._next_to_prefill())
+        if self._running:
+            ended += self._decode(others_wait or bool(self._prefilling))
         return ended
 
     def fail(self, error: Exception) -> list[Answer]:
-        """Ends all answers, and makes the cache again."""
+        """Ends all answers; the next turn makes the cache again."""
+        self._cache = None
         every = [*self._prefilling, *self._running]
         text = str(error).strip().partition("\n")[0][:200]
         for each in every:
             self._end(each, Update(ended=f"failed: {type(error).__name__}: {text}"))
-        self._start_again()
         return every
 
     # Memory
 
-    def _check_memory(self) -> None:
-        rows = self._rows_of_calls[-1] + self._prefix_rows + 1
-        with self._on_mesh():
-            shapes = jax.eval_shape(
-                lambda model: empty(model, rows, self.length, self._compute), self._model
-            )
-        devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
-        what = (
-            f"a cache of {rows:,} × {self.length:,} tokens (slots={self.slots}, "
-            f"prefix_rows={self._prefix_rows})"
-        )
-        try:
-            check_fits(what, shapes, devices)
-        except MemoryError as error:
-            raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
-
-    def _start_again(self) -> None:
+    def _make_cache(self, most: int) -> None:
+        """Makes an empty cache for calls of up to `most` rows. Its last row is never written to."""
+        self._prefixes = Prefixes(range(most, most + self._prefix_rows))
+        self._empty_row = most + self._prefix_rows
+        sizes = self._empty_row + 1, self.length, self._compute
         self._cache = None  # frees it before a new one is made
-        slots = self._rows_of_calls[-1]
-        self._prefilling: list[Answer] = []
-        self._running: list[Answer] = []
-        self._turns = 0
-        self._empty_row = slots + self._prefix_rows  # never written to
-        self._prefixes = Prefixes(range(slots, self._empty_row))
         with self._on_mesh():
             make = jax.jit(empty, static_argnums=(1, 2, 3))
-            cache: Cache = make(self._model, self._empty_row + 1, self.length, self._compute)
-        self._cache, structure = jax.tree.flatten(cache)
-        self._programs = {
-            name: programs((of_weights, structure), self._compute)
-            for name, (_, of_weights) in self._weights.items()
-        }
+            shapes = jax.eval_shape(make, self._model, *sizes)
+            devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
+            try:
+                check_fits(f"a cache of {sizes[0]:,} × {self.length:,} tokens", shapes, devices)
+            except MemoryError as error:
+                raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
+            self._cache, self._structure = jax.tree.flatten(make(self._model, *sizes))
+
+    def _equal_rows(self, most: int) -> tuple[int, ...]:
+        """Returns numbers of rows of a call in which a row has the same bits, whatever the others.
+
+        Rows of a product may be summed in another order if there are fewer of them, as in a product
+        of one row. All numbers are compared with the largest, which grows until its own rows agree.
+        """
+        expected = self._checked(most, {})
+        while expected is None:
+            if most >= _MOST_ROWS * max(self.slots, 2):
+                raise ValueError(
+                    f"the bits of a row depend on the other rows in calls of up to {most} rows, so "
+                    "this model cannot be served on these devices"
+                )
+            most *= 2
+            self._make_cache(most)
+            expected = self._checked(most, {})
+        numbers = [rows for rows in _halves(most) if self._checked(rows, expected) is not None]
+        return tuple(sorted(numbers))
+
+    def _checked(self, rows: int, expected: dict[int, Made]) -> dict[int, Made] | None:
+        """Returns the first tokens of some texts in calls of `rows`; `None` if bits differ."""
+        found = dict(expected)
+        for texts in (range(rows), range(rows)[::-1], [0] * rows):
+            answers = [
+                Answer(Request((text % self.vocab,), _CHECKED, Sampling(), text, top=1), _ignore, i)
+                for i, text in enumerate(texts)
+            ]
+            for each in answers:
+                each.newest = each.request.prompt[0]
+                self._copy(self._empty_row, each.row, 0)
+            made = self._call(None, answers, rows, _CHECKED)
+            for row, text in enumerate(texts):
+                bits = jax.tree.map(lambda x, row=row: x[row].tobytes(), made)
+                if found.setdefault(text, bits) != bits:
+                    return None
+        return found
+
+    def _compile_prefill(self) -> None:
+        for size in _SIZES:
+            if size < 2 * self.length:
+                for name in self._weights:
+                    request = Request((0,) * (size + 1), 0, Sampling(), 0, adapter=name)
+                    self._compute_chunk(Answer(request, _ignore, 0))
 
     def _copy(self, source: int, target: int, length: int) -> None:
         numbers = (np.int32(each) for each in (source, target, length))
@@ -269,6 +298,8 @@ class Engine:
         return self._prefilling[0]
 
     def _prefill(self, answer: Answer) -> list[Answer]:
+        if not answer.began:
+            self._reuse(answer)
         if answer.left > 0:
             self._compute_chunk(answer)
         if answer.left > 0:
@@ -284,6 +315,19 @@ class Engine:
         self._running.append(answer)
         return []
 
+    def _reuse(self, answer: Answer) -> None:
+        """Puts the longest beginning of the prompt that is stored into the answer's row."""
+        answer.began, request = True, answer.request
+        chunks, source = 0, self._empty_row
+        if not request.score_prompt:  # which needs the features of all tokens
+            text = request.prompt[: answer.to_compute]
+            answer.beginnings = beginnings_of(request.adapter, text, CHUNK)
+            chunks, stored = self._prefixes.longest(answer.beginnings)
+            source = stored if chunks else source
+            answer.to_store = self._prefixes.worth_storing(answer.beginnings)
+        answer.computed = answer.reused = chunks * CHUNK
+        self._copy(source, answer.row, answer.computed)
+
     def _compute_chunk(self, answer: Answer) -> None:
         start, request = answer.computed, answer.request
         end = min(start + CHUNK, answer.to_compute)
@@ -292,10 +336,12 @@ class Engine:
         tokens_C[: end - start] = request.prompt[start:end]
         numbers = (np.int32(each) for each in (start, end, answer.row))
         run, (arrays, _) = self._programs[request.adapter], self._weights[request.adapter]
-        self._cache, h_CE = run.prefill(arrays, self._cache, tokens_C, *numbers)
+        with self._on_mesh():
+            self._cache, h_CE = run.prefill(arrays, self._cache, tokens_C, *numbers)
         if request.score_prompt:
             next_C[: end - start] = request.prompt[start + 1 : end + 1]
-            made = run.score(arrays, h_CE, next_C, np.int32(request.top))
+            with self._on_mesh():
+                made = run.score(arrays, h_CE, next_C, np.int32(request.top))
             answer.scores += _tokens(jax.device_get(made), 0, end - start, request.top)
         answer.computed = end
         chunks, rest = divmod(end, CHUNK)
@@ -314,10 +360,7 @@ class Engine:
         ended = []
         for name in dict.fromkeys(each.request.adapter for each in self._running):
             answers = [each for each in self._running if each.request.adapter == name]
-            rows, (arrays, _) = _rows_of(answers, count), self._weights[name]
-            run = self._programs[name].decode
-            self._cache, made = run(arrays, self._cache, rows, np.int32(limit))
-            made = jax.device_get(made)
+            made = self._call(name, answers, count, limit)
             for each in answers:
                 new = int(np.sum(made.tokens_BN[each.row] != NOTHING))
                 tokens = _tokens(made, each.row, new, each.request.top)
@@ -336,8 +379,17 @@ class Engine:
                 ended.append(each)
         return ended
 
+    def _call(self, adapter: str | None, answers: Sequence[Answer], rows: int, limit: int) -> Made:
+        """Generates up to `limit` tokens of `answers`, in a call of the first `rows`."""
+        run, (arrays, _) = self._programs[adapter].decode, self._weights[adapter]
+        with self._on_mesh():
+            texts = _rows_of(answers, rows)
+            self._cache, made = run(arrays, self._cache, texts, np.int32(limit))
+        host: Made = jax.device_get(made)
+        return host
+
     def _rows_for(self, rows: int) -> int:
-        return next(each for each in self._rows_of_calls if each >= rows)
+        return next(each for each in self.rows if each >= rows)
 
     def _move_together(self) -> None:
         """Moves running rows to free ones, if a call then needs fewer rows."""
@@ -357,7 +409,20 @@ class Engine:
         self._send(answer, update)
 
     def _send(self, answer: Answer, update: Update) -> None:
-        answer.receive(update)
+        try:
+            answer.receive(update)
+        except Exception:
+            _log.exception("an answer cannot be delivered, and is cancelled")
+            answer.cancelled = True
+
+
+def _ignore(update: Update) -> None:
+    pass
+
+
+def _halves(rows: int) -> list[int]:
+    """`rows`, a power of two, half of it, … 2."""
+    return [rows >> n for n in range(rows.bit_length() - 1)]
 
 
 def _rows_of(answers: Sequence[Answer], count: int) -> Rows:

@@ -1,5 +1,6 @@
 """Serves requests of many threads with one or several engines, in a thread of its own."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -139,10 +140,16 @@ class Service:
             for place in self._places.values():
                 self._admit(place)
                 engine = place.engine
-                if engine.running or engine.prefilling:
-                    for answer in engine.turn(others_wait=len(place.queue) > 0):
-                        took = time.monotonic() - place.begun.pop(answer)
-                        place.seconds += 0.1 * (took - place.seconds)
+                if not (engine.running or engine.prefilling):
+                    continue
+                try:
+                    ended = engine.turn(others_wait=len(place.queue) > 0)
+                except Exception as error:  # of XLA, or of a model's own code
+                    _log.exception("a step failed; its answers end")
+                    ended = engine.fail(error)
+                for answer in ended:
+                    took = time.monotonic() - place.begun.pop(answer)
+                    place.seconds += 0.1 * (took - place.seconds)
 
     def _has_work(self) -> bool:
         """Waits for requests. False if none is left and the service closes."""
@@ -168,7 +175,8 @@ class Service:
             while len(place.queue) and len(begin) < room:
                 begin.append(place.queue.next())
         for answer in cancelled:
-            answer.receive(Update(ended="cancelled"))
+            with contextlib.suppress(Exception):
+                answer.receive(Update(ended="cancelled"))
         for answer in begin:
             place.begun[answer] = time.monotonic()
             place.engine.begin(answer)

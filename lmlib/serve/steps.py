@@ -253,7 +253,8 @@ def _one_picked(
             lambda: logits_V,
         )
         z_V = jax.lax.cond(numbers["temperature"] > 0, lambda: drawn(z_V), lambda: z_V)
-        token = jnp.argmax(z_V).astype(jnp.int32)
+        # Two passes, each of which XLA for CPUs vectorizes, unlike `jnp.argmax`.
+        token = jnp.min(jnp.where(z_V == jnp.max(z_V), jnp.arange(len(z_V)), len(z_V) - 1))
         log_p_V = logits_V - jax.nn.logsumexp(logits_V)
         return Made(token[None], log_p_V[token][None], *(x[None] for x in likely(log_p_V)))
 

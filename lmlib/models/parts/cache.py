@@ -220,44 +220,46 @@ def _attend_by_blocks(
     options: Options, keys_RKDN: Array, values_RKNV: Array, positions_BS: Array,
     first: Array | None, _k: Array, _v: Array, *q_BSHD: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Attention to the cache with the new tokens, up to the block of the longest text's last one.
+    """Attention to the cache with the new tokens: row by row, in blocks up to each text's end.
 
-    Sums are rescaled when the maximum grows (Milakov & Gimelshein 2018, arXiv:1805.02867). A block
-    that is masked for a text leaves its bits as they are, so they don't depend on the other texts.
+    So a row costs as much, and has the same bits, whatever the other rows are. Sums are rescaled
+    when the maximum grows (Milakov & Gimelshein 2018, arXiv:1805.02867).
     """
-    B, (_, K, D, N), V = len(positions_BS), keys_RKDN.shape, values_RKNV.shape[3]
-    newest_B, first = jnp.max(positions_BS, axis=1), jnp.int32(0) if first is None else first
-    held_BN = _positions_in(N, newest_B)
-    queries, by_head = _as_rows(K, *q_BSHD)
+    (_, K, D, N), V = keys_RKDN.shape, values_RKNV.shape[3]
+    row_B = jnp.arange(len(positions_BS)) + (0 if first is None else first)
     wide = jnp.promote_types(q_BSHD[0].dtype, jnp.float32)
 
-    def add(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        most_BKM1, total_BKM1, mixed_BKMV = carry
-        start = jnp.minimum(block * _BLOCK, N - _BLOCK)
-        at = first, jnp.int32(0), jnp.int32(0), start
-        keys_BKDT = jax.lax.dynamic_slice(keys_RKDN, at, (B, K, D, _BLOCK))
-        values_BKTV = jax.lax.dynamic_slice(values_RKNV, (*at[:2], start, at[2]), (B, K, _BLOCK, V))
-        held_BT = jax.lax.dynamic_slice(held_BN, (jnp.int32(0), start), (B, _BLOCK))
-        is_new_T = start + jnp.arange(_BLOCK) >= block * _BLOCK
-        held_BT = jnp.where(is_new_T, held_BT, -1)
-        scores_BKMT = _scores(options, keys_BKDT, values_BKTV, positions_BS, held_BT, *queries)
-        higher_BKM1 = jnp.maximum(most_BKM1, jnp.max(scores_BKMT, axis=-1, keepdims=True))
-        weights_BKMT = jnp.exp(scores_BKMT - higher_BKM1)
-        factor_BKM1 = jnp.exp(most_BKM1 - higher_BKM1)
-        total_BKM1 = total_BKM1 * factor_BKM1 + jnp.sum(weights_BKMT, axis=-1, keepdims=True)
-        weights_BKMT = weights_BKMT.astype(values_BKTV.dtype)
-        new_BKMV = jnp.einsum(
-            "bkmt,bktv->bkmv", weights_BKMT, values_BKTV, preferred_element_type=wide
-        )
-        return higher_BKM1, total_BKM1, mixed_BKMV * factor_BKM1 + new_BKMV
+    def of_row(arguments: tuple[Array, ...]) -> tuple[Array, Array]:
+        row, positions_S, *q_SHD = arguments
+        newest, positions_1S = jnp.max(positions_S), positions_S[None]
+        held_1N = _positions_in(N, newest[None])
+        queries, by_head = _as_rows(K, *(x_SHD[None] for x_SHD in q_SHD))
 
-    blocks = jnp.clip(-(-(jnp.max(newest_B) + 1) // _BLOCK), 1, -(-N // _BLOCK))
-    zeros_BKM1 = jnp.zeros((*queries[0].shape[:3], 1), wide)
-    start = zeros_BKM1 + jnp.finfo(wide).min, zeros_BKM1, zeros_BKM1 + jnp.zeros(V, wide)
-    most_BKM1, total_BKM1, mixed_BKMV = jax.lax.fori_loop(0, blocks, add, start)
-    log_normaliser_BKM1 = most_BKM1 + jnp.log(total_BKM1)
-    mixed_BKMV = (mixed_BKMV / total_BKM1).astype(values_RKNV.dtype)
-    return by_head(mixed_BKMV), by_head(log_normaliser_BKM1)[..., 0]
+        def add(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            most_M1, total_M1, mixed_MV = carry  # [1, K, M, …]
+            start = jnp.minimum(block * _BLOCK, N - _BLOCK)
+            keys = jax.lax.dynamic_slice(keys_RKDN, (row, 0, 0, start), (1, K, D, _BLOCK))
+            values = jax.lax.dynamic_slice(values_RKNV, (row, 0, start, 0), (1, K, _BLOCK, V))
+            held_1T = jax.lax.dynamic_slice(held_1N, (0, start), (1, _BLOCK))
+            is_new_T = start + jnp.arange(_BLOCK) >= block * _BLOCK
+            held_1T = jnp.where(is_new_T, held_1T, -1)
+            scores_MT = _scores(options, keys, values, positions_1S, held_1T, *queries)
+            higher_M1 = jnp.maximum(most_M1, jnp.max(scores_MT, axis=-1, keepdims=True))
+            weights_MT, factor_M1 = jnp.exp(scores_MT - higher_M1), jnp.exp(most_M1 - higher_M1)
+            total_M1 = total_M1 * factor_M1 + jnp.sum(weights_MT, axis=-1, keepdims=True)
+            weights_MT = weights_MT.astype(values.dtype)
+            added_MV = jnp.einsum("bkmt,bktv->bkmv", weights_MT, values)
+            return higher_M1, total_M1, mixed_MV * factor_M1 + added_MV
+
+        zeros_M1 = jnp.zeros((*queries[0].shape[:3], 1), wide)
+        carry = zeros_M1 + jnp.finfo(wide).min, zeros_M1, zeros_M1 + jnp.zeros(V, wide)
+        blocks = -(-jnp.minimum(newest + 1, N) // _BLOCK)
+        most_M1, total_M1, mixed_MV = jax.lax.fori_loop(0, blocks, add, carry)
+        total_M1 = jnp.where(total_M1 == 0, 1, total_M1)  # a row without tokens
+        mixed_SHV = by_head((mixed_MV / total_M1).astype(values_RKNV.dtype))[0]
+        return mixed_SHV, by_head(most_M1 + jnp.log(total_M1))[0, ..., 0]
+
+    return jax.lax.map(of_row, (row_B, positions_BS, *q_BSHD))
 
 
 def _mix(
