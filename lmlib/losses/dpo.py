@@ -39,7 +39,9 @@ class DPO(PairedObjective):
     Reports means over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the fraction
     of pairs with m > 0; `chosen_reward` and `rejected_reward`, β · (log π - log π_ref), whose
     difference is the margin; `chosen_log_probability` and `rejected_log_probability`, the model's
-    log-probabilities in nats, summed over a response.
+    log-probabilities in nats, summed over a response; `chosen_tokens` and `rejected_tokens`. These
+    are means over tokens: `chosen_logit` and `rejected_logit`, of the mean over the vocabulary, and
+    `token_accuracy`, the fraction of chosen tokens that the model found likeliest.
 
     Args:
       reference_from: see `PairedObjective`.
@@ -71,4 +73,4 @@ class DPO(PairedObjective):
         if self.robust:
             wrong_BS = self.label_smoothing * jax.nn.log_sigmoid(-margin_BS)
             loss_BS = (loss_BS + 2 * wrong_BS) / (1 - 2 * self.label_smoothing)
-        return reward_sums(loss_BS, rewards, pairs.log_p)
+        return reward_sums(loss_BS, rewards, pairs.log_p, pairs)

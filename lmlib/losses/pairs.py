@@ -18,11 +18,18 @@ from lmlib.losses.features import features
 from lmlib.losses.fused import fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Objective, ReferenceModel
-from lmlib.losses.token_losses import token_losses
+from lmlib.losses.token_losses import TokenResults, token_losses, token_results
 from lmlib.models.matrices.lora import without_adapters
 from lmlib.models.model import Model
 from lmlib.parallel.rows import gathered_rows, split_rows
 from lmlib.parallel.selection import named_weights
+
+# Metrics that are means over the tokens of responses, and the metrics that count these.
+OF_TOKENS = {
+    "chosen_logit": "chosen_tokens",
+    "rejected_logit": "rejected_tokens",
+    "token_accuracy": "chosen_tokens",
+}
 
 
 class Responses(NamedTuple):
@@ -60,6 +67,8 @@ class PairSums(NamedTuple):
     log_p: Responses  # log π of the responses under the model, nats
     gains: Responses | None  # log π - log π_ref; `None` without a reference model
     tokens: Responses  # numbers of marked targets
+    likeliest: Responses  # numbers of marked targets that were the likeliest tokens
+    logits: Responses  # of the mean logits over the vocabulary
     chosen: Chosen
     whole: WholeBatch
     labels_BS: Bool[Array, "b s"] | None = None  # True if the label is; `None` without labels
@@ -219,13 +228,14 @@ class PairedObjective(Objective):
         self, model: Model, reference_model: Model | None, parts: Batch, compute: Compute
     ) -> dict[str, Any]:
         def of(part: Batch) -> WholeBatch:
-            nats_BS = jnp.zeros_like(part.tokens, jnp.float32)
+            nats_BS = nothing_BS = jnp.zeros_like(part.tokens, jnp.float32)
             reference_nats_BS = None
             if self.needs_whole_gain:
                 nats_BS, _ = token_losses(model, part, compute)
                 reference_nats_BS = self._reference_nats(model, reference_model, part, compute)
             pairs = Pairs.of(part, self.learns_prompts)
-            return _sums_of(pairs, nats_BS, reference_nats_BS).whole
+            found = TokenResults(nats_BS, nothing_BS, nothing_BS)
+            return _sums_of(pairs, found, reference_nats_BS).whole
 
         with jax.named_scope("whole_batch"):
             sums_M = jax.lax.map(of, parts)
@@ -240,6 +250,13 @@ class PairedObjective(Objective):
         with jax.named_scope("reference"):
             reference = without_adapters(model) if reference_model is None else reference_model
             return token_losses(jax.lax.stop_gradient(reference), batch, compute)[0]
+
+    def means(self, per_unit: dict[str, Any]) -> dict[str, Any]:
+        found = dict(per_unit)
+        for name, tokens in OF_TOKENS.items():
+            if name in per_unit:
+                found[name] = per_unit[name] / (per_unit[tokens] + (per_unit[tokens] == 0))
+        return found
 
     @abstractmethod
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
@@ -263,7 +280,7 @@ class PairedObjective(Objective):
 
         def loss(nats_BS: Array) -> tuple[Array, dict[str, Array]]:
             """`nats_BS`: -log p of each target, 0 where there is none."""
-            of_pairs = _sums_of(pairs, nats_BS, reference_nats_BS)
+            of_pairs = _sums_of(pairs, of_tokens._replace(nats_BS=nats_BS), reference_nats_BS)
             of_batch = of_pairs.whole if whole is None else whole
             of_batch = jax.tree.map(jax.lax.stop_gradient, of_batch)
             at_least_1 = jnp.maximum(of_batch.pairs, 1), jnp.maximum(of_batch.chosen_targets, 1)
@@ -274,10 +291,12 @@ class PairedObjective(Objective):
 
         with jax.named_scope("loss"):
             fixed, h_BSE = jax.lax.stop_gradient((model, found.h_BSE))
-            nats_BS, _ = token_losses(fixed, batch, compute, h_BSE)
+            of_tokens = token_results(fixed, batch, compute, h_BSE)
             # `fused_loss` computes gradients from the derivative of the loss with respect to each
             # token's.
-            (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
+            (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(
+                of_tokens.nats_BS
+            )
             made = fused_loss(
                 CrossEntropy(), found.h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets),
                 weights_BS, cap=model.logit_cap, chunk=compute.loss_chunk,
@@ -293,12 +312,13 @@ def _forward(model: Any, sequence_length: int, causal: bool) -> float:
     return model.flops_per_token(sequence_length, causal) / 3
 
 
-def _sums_of(pairs: Pairs, nats_BS: Array, reference_nats_BS: Array | None) -> PairSums:
-    """The sums over each of `pairs`, and over all of them, of -log p of each target."""
-    values = [-nats_BS]
+def _sums_of(pairs: Pairs, found: TokenResults, reference_nats_BS: Array | None) -> PairSums:
+    """The sums over each of `pairs`, and over all of them, of the results of each target."""
+    nats_BS = found.nats_BS
+    values = [-nats_BS, found.is_likeliest_BS.astype(nats_BS.dtype), found.mean_logit_BS]
     if reference_nats_BS is not None:
         values.append(reference_nats_BS - nats_BS)
-    log_p, *gains = (
+    log_p, likeliest, logits, *gains = (
         Responses(*(jnp.where(pairs.counted_BS, each_BS, 0) for each_BS in responses))
         for responses in pairs.sums(*values)
     )
@@ -308,4 +328,5 @@ def _sums_of(pairs: Pairs, nats_BS: Array, reference_nats_BS: Array | None) -> P
     totals = map(pairs.total, (nothing_BS + 1, chosen.targets_BS, rejected_BS))
     assert pairs.tokens is not None
     given = gains[0] if gains else None
-    return PairSums(log_p, given, pairs.tokens, chosen, WholeBatch(*totals), pairs.labels_BS)
+    of_responses = log_p, given, pairs.tokens, likeliest, logits
+    return PairSums(*of_responses, chosen, WholeBatch(*totals), pairs.labels_BS)

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, K likeliest.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from lmlib.losses.fused import (
     vocabulary_ids,
 )
 from lmlib.models.model import Model
-from lmlib.parallel.collectives import all_gather, axis_index, pmax, shard_map
+from lmlib.parallel.collectives import all_gather, axis_index, pmax, psum, shard_map
 from lmlib.parallel.layout import mesh_axes_for, partition
 
 
@@ -69,20 +69,39 @@ def token_losses(
     Args:
       h_BSE: the features of the batch, if they are already computed.
     """
-
-    def found(logits: ChunkLogits, targets_N: Array, loss_mask_N: Array) -> tuple[Array, Array]:
-        is_highest_NV = logits.logits_NV == logits.highest_N[:, None]
-        none = jnp.iinfo(jnp.int32).max
-        lowest_N = jnp.min(
-            jnp.where(is_highest_NV, vocabulary_ids(logits.logits_NV), none), axis=-1
-        )
-        likeliest_N = -pmax(-lowest_N, mesh_axes_for("vocab"))
-        nats_N = jnp.where(loss_mask_N, logits.cross_entropy_N, 0)
-        return nats_N, loss_mask_N & (likeliest_N == targets_N)
-
     h_BSE = features(model, batch, compute).h_BSE if h_BSE is None else h_BSE
-    nats_BS, is_likeliest_BS = of_each_token(found, model, batch, compute, h_BSE)
+    nats_BS, is_likeliest_BS = of_each_token(_losses, model, batch, compute, h_BSE)
     return nats_BS, is_likeliest_BS
+
+
+class TokenResults(NamedTuple):
+    """`token_losses`, and the mean of each token's logits; 0 where there is no target."""
+
+    nats_BS: Float[Array, "b s"]
+    is_likeliest_BS: Array
+    mean_logit_BS: Float[Array, "b s"]
+
+
+def token_results(
+    model: Model, batch: Batch, compute: Compute, h_BSE: Float[Array, "b s embed"]
+) -> TokenResults:
+    """Returns `token_losses` and mean logits of a batch with the features `h_BSE`."""
+
+    def found(logits: ChunkLogits, targets_N: Array, loss_mask_N: Array) -> TokenResults:
+        sum_N = psum(jnp.sum(logits.logits_NV, axis=-1), mesh_axes_for("vocab"))
+        mean_N = jnp.where(loss_mask_N, sum_N / model.vocab, 0)
+        return TokenResults(*_losses(logits, targets_N, loss_mask_N), mean_N)
+
+    return of_each_token(found, model, batch, compute, h_BSE)
+
+
+def _losses(logits: ChunkLogits, targets_N: Array, loss_mask_N: Array) -> tuple[Array, Array]:
+    is_highest_NV = logits.logits_NV == logits.highest_N[:, None]
+    none = jnp.iinfo(jnp.int32).max
+    lowest_N = jnp.min(jnp.where(is_highest_NV, vocabulary_ids(logits.logits_NV), none), axis=-1)
+    likeliest_N = -pmax(-lowest_N, mesh_axes_for("vocab"))
+    nats_N = jnp.where(loss_mask_N, logits.cross_entropy_N, 0)
+    return nats_N, loss_mask_N & (likeliest_N == targets_N)
 
 
 def likeliest_tokens(

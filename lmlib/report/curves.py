@@ -42,7 +42,8 @@ _GROUPS = ("Loss", "Model and objective", "Optimization", "Speed", "System", DUL
 _FIRST = ("loss", "evaluation_loss", "evaluation_bits_per_byte")
 _OBJECTIVES = (  # and their evaluations, after them
     *("cross_entropy", "divergence", "reward_accuracy", "reward_margin", "chosen_reward"),
-    *("rejected_reward", "chosen_log_probability", "rejected_log_probability"),
+    *("rejected_reward", "chosen_log_probability", "rejected_log_probability", "chosen_logit"),
+    *("rejected_logit", "token_accuracy", "chosen_tokens", "rejected_tokens"),
 )
 _UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
 _SPEED = ("tokens_per_second", "mfu", "goodput", "step_seconds", "data_wait_seconds")

@@ -114,6 +114,12 @@ def definition():
         sums["rejected_reward"] += beta * gains[1]
         sums["chosen_log_probability"] += log_p[chosen]
         sums["rejected_log_probability"] += log_p[rejected]
+        for name, key in (("chosen", chosen), ("rejected", rejected)):
+            logits_NV = [model[0][x] @ model[1] for x, _ in marked[key]]
+            sums[f"{name}_tokens"] += len(logits_NV)
+            sums[f"{name}_logit"] += np.sum(np.mean(logits_NV, axis=1))
+            right = [y == np.argmax(z) for (_, y), z in zip(marked[key], logits_NV, strict=True)]
+            sums["token_accuracy"] += np.sum(right) if name == "chosen" else 0
         slope = beta * (-(1 - smoothing) * sigmoid(-margin) + smoothing * sigmoid(margin))
         for key, sign in ((chosen, 1), (rejected, -1)):
             for x, y in marked[key]:
@@ -123,6 +129,9 @@ def definition():
                 gradients[1] += sign * slope * np.outer(table_VE[x], dlogits_V)
     count = len(pairs)
     means = {name: each / count for name, each in sums.items()}
+    for name, kind in (("chosen_logit", "chosen"), ("rejected_logit", "rejected")):
+        means[name] /= means[f"{kind}_tokens"]
+    means["token_accuracy"] /= means["chosen_tokens"]
     return means, count, [each / count for each in gradients]
 
 

@@ -57,4 +57,4 @@ class CPO(PairedImitation):
     def preferences(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
         rewards = times(self.beta, pairs.log_p)
         margin_BS = rewards.chosen_BS - rewards.rejected_BS
-        return reward_sums(smoothed(margin_BS, self.label_smoothing), rewards, pairs.log_p)
+        return reward_sums(smoothed(margin_BS, self.label_smoothing), rewards, pairs.log_p, pairs)

@@ -54,7 +54,7 @@ class PairedImitation(PairedObjective):
         targets = per_unit["chosen_targets"]
         cross_entropy = per_unit["cross_entropy"] / (targets + (targets == 0))
         loss = per_unit["preference_loss"] + self.weight * cross_entropy
-        return {**per_unit, "cross_entropy": cross_entropy, "loss": loss}
+        return {**super().means(per_unit), "cross_entropy": cross_entropy, "loss": loss}
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
         found, chosen, whole = self.preferences(pairs), pairs.chosen, pairs.whole

@@ -51,4 +51,4 @@ class IPO(PairedObjective):
         assert pairs.gains is not None
         means = per_token(pairs.gains, pairs.tokens)
         loss_BS = jnp.square(means.chosen_BS - means.rejected_BS - 1 / (2 * self.beta))
-        return reward_sums(loss_BS, times(self.beta, pairs.gains), pairs.log_p)
+        return reward_sums(loss_BS, times(self.beta, pairs.gains), pairs.log_p, pairs)

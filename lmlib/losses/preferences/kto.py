@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairedObjective, PairSums
-from lmlib.losses.preferences.rewards import AGAINST_REFERENCE, reward_metrics
+from lmlib.losses.pairs import PairedObjective, PairSums, Responses
+from lmlib.losses.preferences.rewards import AGAINST_REFERENCE, reward_metrics, reward_sums, times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class KTO(PairedObjective):
         }
 
     def means(self, per_unit: dict[str, Any]) -> dict[str, Any]:
-        found, desirable = dict(per_unit), per_unit["desirable"]
+        found, desirable = super().means(per_unit), per_unit["desirable"]
         for kind, share in (("chosen", desirable), ("rejected", 1 - desirable)):
-            for name in (f"{kind}_reward", f"{kind}_log_probability"):
+            for name in (f"{kind}_reward", f"{kind}_log_probability", f"{kind}_tokens"):
                 found[name] = per_unit[name] / (share + (share == 0))
         return found | {"reward_margin": found["chosen_reward"] - found["rejected_reward"]}
 
@@ -84,14 +84,15 @@ class KTO(PairedObjective):
         weight_BS = jnp.where(good_BS, self.desirable_weight, self.undesirable_weight)
         loss_BS = weight_BS * jax.nn.sigmoid(-sign_BS * self.beta * (gain_BS - kl))
         good_BS = good_BS.astype(gain_BS.dtype)
-        reward_BS, log_p_BS = self.beta * gain_BS, pairs.log_p.chosen_BS
-        return {
-            "loss": loss_BS,
-            "kl": jnp.full_like(gain_BS, kl),
-            "desirable": good_BS,
-            "reward_margin": reward_BS,
-            "chosen_reward": good_BS * reward_BS,
-            "rejected_reward": (1 - good_BS) * reward_BS,
-            "chosen_log_probability": good_BS * log_p_BS,
-            "rejected_log_probability": (1 - good_BS) * log_p_BS,
-        }
+
+        def apart(of_answers: Responses) -> Responses:
+            """The values of answers, as chosen if they are desirable and as rejected if not."""
+            return Responses(good_BS * of_answers.chosen_BS, (1 - good_BS) * of_answers.chosen_BS)
+
+        answers = pairs._replace(
+            tokens=apart(pairs.tokens), likeliest=apart(pairs.likeliest), logits=apart(pairs.logits)
+        )
+        rewards = apart(times(self.beta, pairs.gains))
+        found = reward_sums(loss_BS, rewards, apart(pairs.log_p), answers)
+        del found["reward_accuracy"]
+        return {**found, "kl": jnp.full_like(gain_BS, kl), "desirable": good_BS}

@@ -60,7 +60,7 @@ class ORPO(PairedImitation):
         means = per_token(pairs.log_p, pairs.tokens)
         difference_BS = _log_odds(means.chosen_BS) - _log_odds(means.rejected_BS)
         ratio_BS = jax.nn.log_sigmoid(difference_BS)
-        found = reward_sums(-self.beta * ratio_BS, times(self.beta, means), means)
+        found = reward_sums(-self.beta * ratio_BS, times(self.beta, means), means, pairs)
         return {**found, "log_odds_ratio": ratio_BS, "log_odds_chosen": difference_BS}
 
 

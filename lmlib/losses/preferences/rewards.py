@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float
 
 from lmlib.losses.objective import Metric
-from lmlib.losses.pairs import Responses
+from lmlib.losses.pairs import PairSums, Responses
 
 AGAINST_REFERENCE = "β times the log-probability of the {} response, minus the reference's"
 SUMMED = "β times the log-probability of the {} response"
@@ -31,11 +31,18 @@ def reward_metrics(loss: str, reward: str, of_log_p: str = "sum") -> Mapping[str
         "rejected_reward": Metric("nats per response", text=reward.format("rejected")),
         "chosen_log_probability": Metric("nats per response", text=f"{of_log_p} over its tokens"),
         "rejected_log_probability": Metric("nats per response", text=f"{of_log_p} over its tokens"),
+        "chosen_tokens": Metric("per response"),
+        "rejected_tokens": Metric("per response"),
+        "chosen_logit": Metric("per token", text="mean over the vocabulary"),
+        "rejected_logit": Metric("per token", text="mean over the vocabulary"),
+        "token_accuracy": Metric(
+            "of tokens", text="tokens of chosen responses that were likeliest"
+        ),
     }
 
 
 def reward_sums(
-    loss_BS: Float[Array, "b s"], rewards: Responses, log_p: Responses
+    loss_BS: Float[Array, "b s"], rewards: Responses, log_p: Responses, pairs: PairSums
 ) -> dict[str, Float[Array, "b s"]]:
     """Returns the values of `reward_metrics` for each pair."""
     margin_BS = rewards.chosen_BS - rewards.rejected_BS
@@ -47,6 +54,11 @@ def reward_sums(
         "rejected_reward": rewards.rejected_BS,
         "chosen_log_probability": log_p.chosen_BS,
         "rejected_log_probability": log_p.rejected_BS,
+        "chosen_tokens": pairs.tokens.chosen_BS,
+        "rejected_tokens": pairs.tokens.rejected_BS,
+        "chosen_logit": pairs.logits.chosen_BS,
+        "rejected_logit": pairs.logits.rejected_BS,
+        "token_accuracy": pairs.likeliest.chosen_BS,
     }
 
 

@@ -61,4 +61,4 @@ class SimPO(PairedObjective):
         rewards = times(self.beta, means)
         margin_BS = rewards.chosen_BS - rewards.rejected_BS
         loss_BS = smoothed(margin_BS - self.gamma, self.label_smoothing)
-        return reward_sums(loss_BS, rewards, means)
+        return reward_sums(loss_BS, rewards, means, pairs)
