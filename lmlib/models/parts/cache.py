@@ -34,10 +34,10 @@ class KeysAndValues(eqx.Module):
     from that one on; without, it has a text for each row.
     """
 
-    keys: Float[Array, "b kv_heads head_dim slot"]
-    values: Float[Array, "b kv_heads slot value_dim"]
+    keys: Float[Array, "*layers b kv_heads head_dim slot"]
+    values: Float[Array, "*layers b kv_heads slot value_dim"]
     empty: bool = eqx.field(static=True, default=False)
-    first: Int32[Array, ""] | None = None
+    first: Int32[Array, "*layers"] | None = None
 
 
 def empty_cache(
