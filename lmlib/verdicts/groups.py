@@ -169,7 +169,8 @@ def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
         if path not in differing and len(ending) != 1:
             raise ValueError(
                 f"--baseline: {path!r} is {'the end of several' if ending else 'none'} of the "
-                f"settings in which the runs differ: {', '.join(differing) or 'there are none'}"
+                f"settings in which the runs differ: {', '.join(differing) or 'there are none'}; "
+                "a run's workdir names its group too"
             )
         wanted[path if path in differing else ending[0]] = "=".join(texts)
     return wanted

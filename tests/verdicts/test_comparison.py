@@ -145,7 +145,7 @@ def test_a_baseline_without_a_verdict_says_why(tmp_path):
     assert "No verdict: each other group differs from the baseline in more than" in told
     assert "No verdict" not in comparison_text(compared(tmp_path, baseline="0.001_0"))
     for named, told in {
-        "peek_lr=1": "'peek_lr' is none of the settings.* differ: .*peak_lr",
+        "peek_lr=1": "'peek_lr' is none of the settings.* differ: .*peak_lr.*; a run's workdir",
         "lr=1": "'lr' is none",
         "peak_lr=7": "no finished run has these settings",
         "elsewhere": "not a finished run .0.001_0, 0.001_1, 0.003_0",
