@@ -68,11 +68,14 @@ class Counted:
     program: int
     peak: int | None
     on_host: int
+    tpu_program: int | None = None
 
     @property
     def needed(self) -> int:
-        # The TPU compiler accepts programs whose temporaries together exceed the memory, so the
-        # peak decides, unless it has arrays on the chip.
+        if self.tpu_program is not None:
+            return self.arguments + self.outputs + self.tpu_program
+        # On TPUs `temporaries` counts the gaps between arrays twice, so the peak decides, unless it
+        # has arrays on the chip.
         return min(self.peak or self.in_memory, self.in_memory) + self.program
 
     @property
@@ -155,6 +158,7 @@ class Memory:
                 ("all arguments", counted.arguments, "state and batch"),
                 ("all temporaries", counted.temporaries, "not all in use at once"),
                 ("program", counted.program, ""),
+                ("these in memory", counted.tpu_program or 0, "the compiler's count of both"),
                 ("peak", counted.peak or 0, "most bytes in use at once"),
                 ("of it on the chip", counted.on_chip, "at least, and not in the memory"),
                 ("on the host", counted.on_host, "offloaded"),
@@ -174,11 +178,12 @@ def memory(
     accelerator: Accelerator,
     result: jax.stages.Compiled | OutOfMemory,
     program: Program | None,
+    log: str = "",
 ) -> Memory:
     """Returns the memory of the step of `experiment` on one device.
 
     `state` and `batch` are `ShapeDtypeStruct`s with shardings. `program` is the text of `result`,
-    read; `None` if the step does not fit.
+    read; `None` if the step does not fit. `log` is the compiler's.
     """
     saved = saved_activations(experiment)
     whole = accelerator.memory_bytes
@@ -201,6 +206,7 @@ def memory(
             # On CPUs this number lacks the temporaries.
             peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
             on_host=found.host_temp_size_in_bytes,
+            tpu_program=_of_tpu_program(log),
         )
         arrays, step = largest_arrays(program), counted.needed
     for_reading = reading(experiment)
@@ -297,6 +303,15 @@ _ALLOCATION = re.compile(
     rf"Size: {_SIZE}(?:\s+Operator: op_name=\"([^\"]*)\"[^\n]*)?"
     r"\s+Shape: (\S+)"
 )
+
+
+_OF_TPU_PROGRAM = re.compile(rf"XLA::TPU program HBM usage: {_SIZE} ")
+
+
+def _of_tpu_program(log: str) -> int | None:
+    """Temporaries and program of the last program in a TPU compiler's log."""
+    found = _OF_TPU_PROGRAM.findall(log)
+    return _bytes(*found[-1]) if found else None
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

@@ -164,7 +164,7 @@ def plan(
         microbatches=experiment.microbatches,
         cache_bytes=cache_bytes(model, experiment.compute.dtype),
         remarks=remarks,
-        memory=memory(experiment, state, batch, target.accelerator, result, program),
+        memory=memory(experiment, state, batch, target.accelerator, result, program, log.text),
         collectives=sent,
         warnings=warnings,
         flops=flops,

@@ -159,6 +159,8 @@ def prepare(target: Target) -> None:
         # libtpu would ask Google's metadata server for its chips, and lock them.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        # The compiler's log has the only exact count of its memory.
+        os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "0")
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     if target.accelerator.platform == "cpu":

@@ -18,6 +18,7 @@ from sentinels import sentinels
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
+from lmlib.inspect.saved_activations import SavedActivations
 from lmlib.models.experts.grouped import Groups, grouped_product
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
@@ -355,12 +356,13 @@ def test_a_step_needs_its_program_beside_what_is_in_use():
     )
     assert counted.needed == 100 + 10 + 1_000 + 7
     assert dataclasses.replace(counted, peak=600).needed == 600 + 7
+    assert dataclasses.replace(counted, peak=600, tpu_program=800).needed == 100 + 10 + 800
 
 
 def test_a_peak_beyond_its_parts_is_on_the_chip_and_not_in_memory():
     def shown(counted):
         parts = dict.fromkeys(("parameters", "frozen", "reference_model", "optimizer_state"), 0)
-        nothing = {"saved": (), "largest_arrays": (), "remarks": ()}
+        nothing = {"saved": SavedActivations(), "largest_arrays": (), "remarks": ()}
         return Memory(
             **parts, **nothing, capacity=None, gradients=0, batch=0, loading=0, counted=counted,
             step=counted.needed,
