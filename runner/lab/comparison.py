@@ -21,13 +21,12 @@ from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.table import columns, wrapped
 from runner.config import configs
-from runner.config.code import versions
+from runner.config.code import code_files, versions
 from runner.errors import ConfigError
 from runner.lab.digests import (
     check_unchanged,
     digest_of,
     digest_of_file,
-    digests_of_code,
     digests_of_data,
 )
 from runner.lab.exporting import Request
@@ -229,7 +228,7 @@ class Comparison:
         return train(arm, seed, self._source(seed), self._batches, at, show)
 
     def _digests_of_code(self) -> dict[str, str]:
-        return digests_of_code(self._cfg, configs.experiment_file(self._task.file))
+        return code_files(self._cfg, configs.experiment_file(self._task.file))
 
     def _digests_of_data(self) -> dict[str, str]:
         cfg = self._cfg

@@ -5,17 +5,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import fiddle as fdl
-
 from lmlib.data.stored.data_path import data_path
 from lmlib.storage.local_folder import folder_to_read
-from runner.config.code import code_files
 from runner.errors import ConfigError
-
-
-def digests_of_code(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
-    """Returns the digest of each file of the library and of the task."""
-    return code_files(cfg, experiment)
 
 
 def digests_of_data(path: str, splits: Iterable[str]) -> dict[str, str]:

@@ -28,14 +28,13 @@ from lmlib.models.speedrun.bigram import BigramEmbedding
 from lmlib.models.speedrun.composed_heads import ComposedHeads
 from lmlib.models.speedrun.exclusive import Exclusive
 from lmlib.models.speedrun.paired_heads import PairedAttention
-from lmlib.models.speedrun.pieces import Backout, DecoderInPieces, Pieces
+from lmlib.models.speedrun.pieces import Backout, DecoderInPieces, Pieces, with_factors
 from lmlib.models.speedrun.record_attention import AfterAttention, HeadGate, RecordAttention
 from lmlib.models.speedrun.record_block import RecordBlock, RecordValues, Share, SharedValues, Skip
 from lmlib.models.speedrun.smear import Smear
 from lmlib.models.speedrun.token_gates import Gate, TokenGates, of_residual
 from lmlib.models.speedrun.window_yarn import WindowYarn
 from lmlib.models.weights import fold_in_name, jit_init
-from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.matrix import dense
@@ -308,7 +307,9 @@ def modded(
             norm=norm(embed=embed, key=key), logit_cap=logit_cap, logits_scale=logits_scale,
             embedding_deviation=0.005, key=key,
         )  # fmt: skip
-        return _as_published(made, embed)
+        # Standard deviations of the record, divided by ours.
+        factors = dict.fromkeys((".query", ".key", ".value", ".mlp.up"), 0.5)
+        return with_factors(made, {**factors, "unembedding": 0.005 * embed**0.5 / 0.35})
 
     return jit_init(model)(key)
 
@@ -347,18 +348,3 @@ def _gates(
             made += [Gate(("first", number), (0.0,))] if first else []
             made += [Gate((_BIGRAM, number), (0.05,))] if bigrams else []
     return found
-
-
-# Standard deviations of the record, divided by ours.
-_FACTORS = {"query": 0.5, "key": 0.5, "value": 0.5, "mlp.up": 0.5}
-
-
-def _as_published(model: ModdedDecoder, embed: int) -> ModdedDecoder:
-    factors = {**_FACTORS, "unembedding": 0.005 * embed**0.5 / 0.35}
-
-    def scaled(weight: Any, array: Array) -> Array:
-        found = [factor for end, factor in factors.items() if weight.path.endswith(f".{end}")]
-        found += [factors["unembedding"]] if weight.path == "unembedding" else []
-        return array * found[0] if found else array
-
-    return map_weights(scaled, model)

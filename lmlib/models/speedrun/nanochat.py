@@ -24,10 +24,9 @@ from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.ungated_mlp import MLP, relu_squared
 from lmlib.models.residual_scales import ResidualScales
 from lmlib.models.speedrun.gated_values import GatedValueEmbedding, SharingAttention
-from lmlib.models.speedrun.pieces import Backout, DecoderInPieces, Pieces
+from lmlib.models.speedrun.pieces import Backout, DecoderInPieces, Pieces, with_factors
 from lmlib.models.speedrun.smear import Smear
 from lmlib.models.weights import fold_in_name, jit_init
-from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.matrix import dense
@@ -149,12 +148,7 @@ def nanochat(
 def _as_published(model: NanochatDecoder, embed: int) -> NanochatDecoder:
     """The model with the standard deviations and residual scales that nanochat begins with."""
     factors = {"unembedding": 1e-3 * embed**0.5 / 0.35, "mlp.up": 0.4, "table": embed**-0.5}
-
-    def scaled(weight: Any, array: Array) -> Array:
-        found = [factor for end, factor in factors.items() if weight.path.endswith(end)]
-        return array * found[0] if found else array
-
-    model = map_weights(scaled, model)
+    model = with_factors(model, factors)
 
     def scales(model: NanochatDecoder) -> list[Array]:
         layers = itertools.chain(*model.stack.patterns)

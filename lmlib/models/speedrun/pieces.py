@@ -21,6 +21,7 @@ from lmlib.models.part import NO_AUX, Part
 from lmlib.models.speedrun.smear import Smear
 from lmlib.models.stack import MakeLayer, repeats_of, segments
 from lmlib.models.weights import Constant, fill, fold_in_name, weight
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gather
 
 
@@ -112,6 +113,16 @@ class Pieces:
             observed = [each.observed for each in self._outputs]
             seen = jax.tree.map(lambda *each: jnp.concatenate(each), *observed)
         return TrunkOutput(x_BSE, NO_AUX._replace(tallies=tallies), cache, seen)
+
+
+def with_factors(model: Decoder, factors: Mapping[str, float]) -> Any:
+    """The model with weights multiplied by the factor of the end of their path, if there is one."""
+
+    def scaled(weight: Any, array: Array) -> Array:
+        found = [factor for end, factor in factors.items() if weight.path.endswith(end)]
+        return array * found[0] if found else array
+
+    return map_weights(scaled, model)
 
 
 class Backout(Part):
