@@ -211,3 +211,23 @@ def test_a_run_trains_magnitudes_on_a_mesh_as_on_one_device(frozen_dtype):
     for ours, theirs in zip(*found.values(), strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.several_devices
+@pytest.mark.parametrize("mesh", [{"stage": 2, "fsdp": 2}, {"context": 2, "tensor": 2}])
+def test_stages_and_pieces_of_texts_train_magnitudes_as_one_device(mesh):
+    base = functools.partial(BASE, layers=2)
+    make = functools.partial(lora, base, rank=4, alpha=8.0, magnitude=True)
+    run_of = functools.partial(
+        experiment, make,
+        compute=FLOAT32, trainable=adapters(), microbatches=2, steps=2,
+    )  # fmt: skip
+    found = []
+    for sizes in ({}, mesh):
+        run = run_of(sizes)
+        model = drawn(run.recipe.abstract_model)
+        found.append(trained(run, compiled(run), run.initial_state(laid_out(model, run.mesh)))[0])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
