@@ -52,7 +52,6 @@ model_flags()
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
 
-from lmlib.data.chats.chat import answer_ends
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.generate.speculative import SpeculativeGenerator
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         with user_errors():
             manner = DecodingOptions(
                 reader.shown,
-                _end_ids(loaded),
+                loaded.answer_ends,
                 tuple(_STOP.value),
                 _MAX_TOKENS.value,
                 sampling,
@@ -148,14 +147,6 @@ def _piped() -> list[str]:
     if not text:
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")
     return [text.removesuffix("\n")]
-
-
-def _end_ids(loaded: Loaded) -> tuple[int, ...]:
-    """Returns the tokens that end an answer, of the model and its chat template."""
-    ids = set(loaded.end_ids)
-    if loaded.chat_template is not None and loaded.codec is not None:
-        ids |= answer_ends(loaded.chat_template, loaded.codec)
-    return tuple(sorted(id for id in ids if id < loaded.model.vocab))
 
 
 def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:

@@ -18,6 +18,8 @@ class Answer:
       text: the text before the token or string that ended the answer. Text that may still change,
         or begin a stop string, is added later.
       tokens, logprobs: all tokens of the answer, including the ones that ended it.
+      offsets: where the text of each token begins in the whole text, which may be longer than
+        `text`; a character of several tokens belongs to the last of them.
       ended: END, STOP or LENGTH; `None` before the end.
       drafted, accepted: as in `Generated`.
     """
@@ -33,9 +35,11 @@ class Answer:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.offsets: list[int] = []
         self.ended: str | None = None
         self.drafted = self.accepted = 0
         self._max_tokens, self._end_ids = max_tokens, end_ids
+        self._length = 0  # of the text so far, with the part that is held back
         self._stops = StopStrings(stop)
         # Special tokens need names only to match stop strings; otherwise their text is empty.
         self._special_name = codec.special_name if stop else lambda id: ""
@@ -52,12 +56,15 @@ class Answer:
                 break
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.offsets.append(self._length)
             if token in self._end_ids:
                 self._end(END)
             else:
                 name = self._special_name(token)
                 held = self._stream.finish() if name else ""  # it precedes the special token
-                self.text += self._stops.push(held + self._stream.push([token]), name)
+                piece = held + self._stream.push([token])
+                self._length += len(piece)
+                self.text += self._stops.push(piece, name)
                 if self._stops.found is not None:
                     self.ended = STOP
                 elif len(self.tokens) == self._max_tokens:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Float
 
 from lmlib.compute import Compute
+from lmlib.data.chats.chat import answer_ends
 from lmlib.data.text_stream import TextStream
 from lmlib.generate import Generator, Sampling
 from lmlib.inspect import Inspector
@@ -85,6 +86,14 @@ class Loaded(Texts):
         if self.step is not None and self.workdir is not None:
             parts = [f"step {self.step:,}", *parts, Run(self.workdir).loss_text(self.step)]
         return f"Loaded({shown(self.name)}: {', '.join(filter(None, parts))})"
+
+    @functools.cached_property
+    def answer_ends(self) -> tuple[int, ...]:
+        """The tokens that end an answer, of the model and its chat template."""
+        ids = set(self.end_ids)
+        if self.chat_template is not None and self.codec is not None:
+            ids |= answer_ends(self.chat_template, self.codec)
+        return tuple(sorted(id for id in ids if id < self.model.vocab))
 
     def beyond_training(self, length: int) -> str | None:
         """Returns a warning if sequences in training were shorter than `length`, else `None`."""
