@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from small_tokenizer import TEXTS
 
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -35,3 +36,16 @@ def write_tasks(folder: Path) -> Path:
         whole |= {"test_split": "test", "metadata": {"version": 1}}
         (folder / f"{name}.yaml").write_text(json.dumps(whole))  # which is YAML
     return folder
+
+
+def assert_same_answers(one, other):
+    """Texts are the same; log-probabilities are to 1e-4."""
+    assert type(one) is type(other)
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for each, its in zip(one, other, strict=True):
+            assert_same_answers(each, its)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+    else:
+        assert one == other

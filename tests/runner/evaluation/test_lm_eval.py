@@ -5,14 +5,11 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from laid_out import drawn
-from local_tasks import DRAWN, TASKS, write_tasks
-from small_tokenizer import TEXTS, write_tokenizer_folder
-from tokenizers import Tokenizer
+from local_tasks import DRAWN, TASKS, assert_same_answers, write_tasks
+from small_tokenizer import write_tokenizer_folder
+from taught_model import write_taught_model
 from two_processes import run_two
 
 from lmlib import hf
@@ -26,7 +23,6 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("torch", reason="needs lmlib[parity]")
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 
-LENGTH = 64
 QUIET = {"bootstrap_iters": 0, "log_samples": True}
 
 
@@ -38,43 +34,8 @@ def tasks(tmp_path_factory):
 @pytest.fixture(scope="module", params=[True, False], ids=["begins", "only ends"])
 def folder(request, tmp_path_factory):
     """A model that has learned a few sentences, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    vocab = write_tokenizer_folder(folder / "tokenizer", begins=request.param)
-    make = functools.partial(llama, vocab=vocab, embed=32, layers=2, heads=4, mlp=64)
-    model = drawn(jax.eval_shape(make, key=jax.random.key(1)))
-    hf.save(
-        learned(model, Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))),
-        folder / "exported",
-        tokenizer=folder / "tokenizer",
-        dtype="float32",
-        longest=LENGTH,
-        settings={"eos_token_id": 0},  # else `hf` goes on after it where its batch does
-    )
-    return folder / "exported"
-
-
-def learned(model, tokenizer):
-    """`model` after some updates on the sentences."""
-    tokenizer.enable_padding(pad_id=0)
-    encoded = tokenizer.encode_batch(TEXTS)
-    tokens_BS = jnp.asarray(np.array([each.ids for each in encoded], np.int32)[:, :LENGTH])
-    mask_BS = np.array([each.attention_mask for each in encoded])[:, 1:LENGTH]
-    adam = optax.adam(1e-2)
-
-    def loss(model):
-        logits_BSV = model(tokens_BS)[:, :-1]
-        nats_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, tokens_BS[:, 1:])
-        return (nats_BS * mask_BS).sum() / mask_BS.sum()
-
-    @jax.jit
-    def update(model, state):
-        updates, state = adam.update(jax.grad(loss)(model), state)
-        return optax.apply_updates(model, updates), state
-
-    state = jax.jit(adam.init)(model)
-    for _ in range(40):
-        model, state = update(model, state)
-    return model
+    folder = tmp_path_factory.mktemp("model") / "exported"
+    return write_taught_model(folder, begins=request.param)
 
 
 def theirs(folder, tasks, names=TASKS, **settings):
@@ -158,19 +119,6 @@ def test_ignored_keys_of_generation_config_are_named(folder, tasks, tmp_path):
     (changed / "generation_config.json").write_text('{"repetition_penalty": "a"}')
     with pytest.raises(ConfigError, match=f"of {changed} has repetition_penalty='a': it must be"):
         evaluate_tasks(load(str(changed)), Tasks(TASKS, str(tasks)), **QUIET)
-
-
-def assert_same_answers(one, other):
-    """Texts are the same; log-probabilities are to 1e-4."""
-    assert type(one) is type(other)
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for each, its in zip(one, other, strict=True):
-            assert_same_answers(each, its)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
-    else:
-        assert one == other
 
 
 PROCESS = """
