@@ -26,7 +26,8 @@ MAY_IMPORT = {
 MAY_IMPORT_FIDDLE = {"runner", "experiments"}
 NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
 LONGEST_FILE = 600
-MOST_FILES = {"lmlib": 8, "experiments": 54}  # experiments are a list to choose from
+# experiments are a list to choose from; runner has a file for each command
+MOST_FILES = {"lmlib": 8, "experiments": 54, "runner": 17}
 MOST_FILES_ELSEWHERE = 16
 
 FOLDERS = sorted({part.partition(".")[0] for part in MAY_IMPORT})
@@ -167,6 +168,7 @@ def test_the_packages_that_are_installed_ship_their_types_and_templates():
         "lmlib.hardware": ["accelerators.toml"],
         "lmlib.metrics": ["meanings.toml"],
         "lmlib.report": ["template/*"],
+        "runner.serving": ["page/*"],
     }
     assert settings["setuptools"]["package-data"] == shipped
     templates = {file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("*.jinja")}

@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 7_107),
-    "fit": ("import runner.training.fit\n", 165, 19_811),
+    "fit": ("import runner.training.fit\n", 165, 19_881),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -70,8 +70,8 @@ EXTRAS = (
 # nanochat and the record have 2,050, and 980 of the tests' lines.
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
-# Serving has 1,100.
-MOST_LINES, MOST_LINES_OF_TESTS = 79_501, 53_893
+# Serving has 1,100; its command and HTTP have 1,230, and 1,110 of the tests' lines.
+MOST_LINES, MOST_LINES_OF_TESTS = 80_741, 55_026
 
 
 def in_a_new_process(code):

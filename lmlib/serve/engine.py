@@ -187,6 +187,11 @@ class Engine:
         """The number of beginnings of prompts in the cache."""
         return len(self._prefixes)
 
+    @property
+    def cache_bytes(self) -> int:
+        """The size of the cache, on all devices together."""
+        return sum(each.nbytes for each in self._cache or ())
+
     def begin(self, answer: Answer) -> None:
         """Takes a row for a request that `check` accepts, while `free` is True."""
         taken = {each.row for each in (*self._prefilling, *self._running)}
