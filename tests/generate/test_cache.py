@@ -15,9 +15,10 @@ from lmlib.generate import GREEDY
 from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
 from lmlib.generate.weights import ready, unstacked
+from lmlib.models.attend.kernel import Options
 from lmlib.models.families.phi import phi3
 from lmlib.models.forward_context import ForwardContext
-from lmlib.models.parts.cache import empty_cache, extended
+from lmlib.models.parts.cache import attend_cached, empty_cache, extended
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.weights import creator
 from lmlib.parallel.layout import reshard
@@ -98,6 +99,35 @@ def test_cached_logits_equal_the_full_pass_at_every_position(name, mesh, apart):
             there_BS = np.arange(LENGTH) < LENGTHS
             error = np.abs(found_BSV - expected_BSV)[there_BS].max()
             assert error <= 2e-5 * np.abs(expected_BSV).max()
+
+
+@pytest.mark.parametrize(("window", "longest"), [(None, 257), (150, 300)])
+def test_a_long_cache_is_read_up_to_each_texts_newest_token(window, longest):
+    """On CPUs by blocks of 128 slots, and the last one has 44; against float64."""
+    N, H, K, D, lengths_B = 300, 4, 2, 8, np.array([1, 128, 129, longest])
+    rng, B, newest_B1 = np.random.default_rng(3), len(lengths_B), lengths_B[:, None] - 1
+    q_BHD = rng.normal(size=(B, H, D)).astype(np.float32)
+    k_BNKD, v_BNKD = rng.normal(size=(2, B, N, K, D)).astype(np.float32)
+    before_BN = np.where(np.arange(N) < newest_B1, np.arange(N), -1).astype(np.int32)
+
+    @jax.jit
+    def mixed(q_BHD, k_BNKD, v_BNKD, before_BN, newest_B1):
+        cache = extended(empty_cache(B, N, K, D, jnp.float32), k_BNKD, v_BNKD, before_BN)
+        k_B1KD, v_B1KD = (
+            jnp.take_along_axis(x, newest_B1[..., None, None], axis=1) for x in (k_BNKD, v_BNKD)
+        )
+        options = Options.of(window, None, None, D)
+        given = q_BHD[:, None], k_B1KD, v_B1KD, newest_B1, cache, options
+        return attend_cached(*given)[0][:, 0]
+
+    found_BHD = mixed(q_BHD, k_BNKD, v_BNKD, before_BN, newest_B1.astype(np.int32))
+    for row, length in enumerate(lengths_B):
+        seen = slice(max(0, length - (window or N)), length)
+        for head in range(H):
+            k_TD, v_TD = (x[row, seen, head // 2].astype(np.float64) for x in (k_BNKD, v_BNKD))
+            weights_T = np.exp(k_TD @ q_BHD[row, head] / D**0.5)
+            wanted_D = weights_T @ v_TD / weights_T.sum()
+            np.testing.assert_allclose(found_BHD[row, head], wanted_D, rtol=1e-5, atol=1e-6)
 
 
 SIZES = dict(vocab=64, embed=16, layers=2, heads=4, mlp=24, key=jax.random.key(0))
