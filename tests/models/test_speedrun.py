@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from laid_out import assert_near, laid_out, loss_and_gradients
+from whole_decoders import FLOAT32, check_generation
 
 from lmlib import Compute, hf, llama, make_mesh, single_document_context
 from lmlib.adapters.lora import merged, with_adapters
 from lmlib.data.synthetic import Synthetic
-from lmlib.generate import GREEDY, Generator
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.families.windows import short_and_long
 from lmlib.models.forward_context import FIRST_RESIDUAL
@@ -31,7 +31,6 @@ from lmlib.parallel.selection import named_weights
 
 V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
 WINDOW, CAP, EPSILON = 5, 3.0, 1e-6
-FLOAT32 = Compute(dtype="float32")
 MESHES = (
     {"fsdp": 8},
     {"fsdp": 2, "tensor": 4},
@@ -166,19 +165,7 @@ def test_a_table_of_values_rests_where_it_is_used():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, MESHES[1], MESHES[2]], ids=str)
 def test_generation_equals_the_full_pass(mesh):
-    """Prompts in chunks, with one token in the last layer, and then token by token."""
-    mesh = make_mesh(**mesh)
-    generator = Generator(
-        laid_out(model(), mesh), mesh=mesh, compute=FLOAT32, rows=8, length=32, chunk=8
-    )
-    prompts = [tokens()[0].tolist(), tokens()[1][:3].tolist()]
-    made = generator(prompts, 12, GREEDY)
-    for prompt, (one,) in zip(prompts, made, strict=True):
-        text = [*prompt, *one.tokens]
-        row_1S = jnp.asarray([text], jnp.int32)
-        logits_SV = model()(row_1S, single_document_context(row_1S, FLOAT32))[0]
-        expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
-        assert list(one.tokens) == expected.tolist()
+    check_generation(model(), make_mesh(**mesh), tokens())
 
 
 @pytest.mark.slow

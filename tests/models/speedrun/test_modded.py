@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import laid_out
 import numpy as np
 import pytest
+from whole_decoders import FLOAT32, check_documents, check_generation, check_gradients
 
-from lmlib import Compute, make_mesh, single_document_context
+from lmlib import Compute, make_mesh
 from lmlib.data.synthetic import Synthetic
-from lmlib.generate import GREEDY, Generator
-from lmlib.models.forward_context import ForwardContext
 from lmlib.models.speedrun.bigram import signs
 from lmlib.models.speedrun.modded import Layout, modded
 
@@ -26,7 +25,6 @@ LAYOUT = Layout(
     gated=(1, 5), composed=(5,), skip=3,
 )  # fmt: skip
 LAST = LAYOUT.layers - 1
-FLOAT32 = Compute(dtype="float32")
 SOURCE = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
 
 
@@ -195,58 +193,23 @@ def by_pytorch(weights, layers, row, torch):
 @pytest.mark.slow
 def test_logits_and_every_gradient_equal_pytorchs():
     torch = pytest.importorskip("torch")
-    weight_BSV = np.random.default_rng(3).normal(size=(B, S, V)).astype(np.float32)
-    given = laid_out.as_dict(model(), lambda x: torch.tensor(np.asarray(x), requires_grad=True))
-    layers = [*laid_out.layers_of(given, model())]
-    assert len(layers) == LAYOUT.layers
-    rows = torch.tensor(np.asarray(tokens())).long()
-    expected = torch.stack([by_pytorch(given, layers, row, torch) for row in rows])
-    (expected * torch.tensor(weight_BSV)).sum().backward()
 
-    def total(model):
-        logits_BSV = model(tokens(), single_document_context(tokens(), FLOAT32))
-        return jnp.sum(logits_BSV * weight_BSV), logits_BSV
+    def of_rows(weights, layers, rows):
+        assert len(layers) == LAYOUT.layers
+        return torch.stack([by_pytorch(weights, layers, row, torch) for row in rows])
 
-    with jax.default_matmul_precision("highest"):
-        gradients, found = jax.jit(jax.grad(total, has_aux=True))(model())
-    laid_out.assert_near(found, expected.detach().numpy(), 2e-5)
-    for path, gradient in laid_out.as_dict(gradients).items():
-        expected_gradient = given[path].grad.numpy()
-        assert np.any(expected_gradient), path
-        laid_out.assert_near(gradient, expected_gradient, 2e-4)
-
-
-def packed():
-    """Documents of 5 and 9 tokens in each row."""
-    positions_BS = np.tile(np.concatenate((np.arange(5), np.arange(9))), (B, 1))
-    segments_BS = np.tile(1 + (np.arange(S) >= 5), (B, 1))
-    return ForwardContext(jnp.asarray(positions_BS), jnp.asarray(segments_BS), FLOAT32)
+    check_gradients(model(), tokens(), of_rows, torch, 2e-5, 2e-4)
 
 
 @pytest.mark.slow
 def test_documents_of_a_row_are_apart():
-    tokens_BS = tokens()
-    found_BSV = jax.jit(lambda model: model(tokens_BS, packed()))(model())
-    for start, end in ((0, 5), (5, 14)):
-        alone_BS = tokens_BS[:, start:end]
-        expected_BSV = model()(alone_BS, single_document_context(alone_BS, FLOAT32))
-        np.testing.assert_allclose(found_BSV[:, start:end], expected_BSV, rtol=2e-4, atol=2e-4)
+    check_documents(model(), tokens(), 2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_generation_equals_the_full_pass(mesh):
-    """Prompts in chunks, with padding, and then token by token, past every window."""
-    mesh = make_mesh(**mesh, data=-1)
-    generator = Generator(
-        laid_out.laid_out(model(), mesh), mesh=mesh, compute=FLOAT32, rows=8, length=32, chunk=8
-    )
-    prompts = [tokens()[0].tolist(), tokens()[1][:3].tolist()]
-    for prompt, (one,) in zip(prompts, generator(prompts, 12, GREEDY), strict=True):
-        row_1S = jnp.asarray([[*prompt, *one.tokens]], jnp.int32)
-        logits_SV = model()(row_1S, single_document_context(row_1S, FLOAT32))[0]
-        expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
-        assert list(one.tokens) == expected.tolist()
+    check_generation(model(), make_mesh(**mesh, data=-1), tokens())
 
 
 # Composed heads, which rows that devices share do not support, are left out on some meshes.

@@ -10,17 +10,15 @@ import jax.numpy as jnp
 import laid_out
 import numpy as np
 import pytest
+from whole_decoders import check_documents, check_generation, check_gradients, two_documents
 
-from lmlib import Compute, make_mesh, single_document_context
+from lmlib import Compute, make_mesh
 from lmlib.data.synthetic import Synthetic
-from lmlib.generate import GREEDY, Generator
-from lmlib.models.forward_context import ForwardContext
 from lmlib.models.speedrun.nanochat import nanochat
 from lmlib.models.speedrun.smear import Smear
 
 V, E, L, H, D, F, B, S = 64, 64, 4, 4, 16, 96, 2, 14
 WINDOW = 5
-FLOAT32 = Compute(dtype="float32")
 SOURCE = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
 
 
@@ -89,39 +87,17 @@ def by_pytorch(weights, layers, tokens_BS, torch):
 @pytest.mark.slow
 def test_logits_and_every_gradient_equal_pytorchs():
     torch = pytest.importorskip("torch")
-    weight_BSV = np.random.default_rng(3).normal(size=(B, S, V)).astype(np.float32)
-    given = laid_out.as_dict(model(), lambda x: torch.tensor(np.asarray(x), requires_grad=True))
-    layers = [*laid_out.layers_of(given, model())]
-    assert len(layers) == L
-    expected = by_pytorch(given, layers, torch.tensor(np.asarray(tokens())).long(), torch)
-    (expected * torch.tensor(weight_BSV)).sum().backward()
 
-    def total(model):
-        logits_BSV = model(tokens(), single_document_context(tokens(), FLOAT32))
-        return jnp.sum(logits_BSV * weight_BSV), logits_BSV
+    def of_tokens(weights, layers, tokens_BS):
+        assert len(layers) == L
+        return by_pytorch(weights, layers, tokens_BS, torch)
 
-    with jax.default_matmul_precision("highest"):
-        gradients, found = jax.jit(jax.grad(total, has_aux=True))(model())
-    laid_out.assert_near(found, expected.detach().numpy(), 1e-5)
-    for path, gradient in laid_out.as_dict(gradients).items():
-        laid_out.assert_near(gradient, given[path].grad.numpy(), 1e-4)
-
-
-def packed():
-    """Documents of 5 and 9 tokens in each row."""
-    positions_BS = np.tile(np.concatenate((np.arange(5), np.arange(9))), (B, 1))
-    segments_BS = np.tile(1 + (np.arange(S) >= 5), (B, 1))
-    return ForwardContext(jnp.asarray(positions_BS), jnp.asarray(segments_BS), FLOAT32)
+    check_gradients(model(), tokens(), of_tokens, torch, 1e-5, 1e-4)
 
 
 @pytest.mark.slow
 def test_documents_of_a_row_are_apart():
-    tokens_BS = tokens()
-    found_BSV = jax.jit(lambda model: model(tokens_BS, packed()))(model())
-    for start, end in ((0, 5), (5, 14)):
-        alone_BS = tokens_BS[:, start:end]
-        expected_BSV = model()(alone_BS, single_document_context(alone_BS, FLOAT32))
-        np.testing.assert_allclose(found_BSV[:, start:end], expected_BSV, rtol=1e-4, atol=1e-4)
+    check_documents(model(), tokens(), 1e-4)
 
 
 def test_a_smear_reads_the_token_before_and_none_of_another_document():
@@ -133,24 +109,14 @@ def test_a_smear_reads_the_token_before_and_none_of_another_document():
     for s in range(1, S):
         if s != 5:
             expected[:, s] += gate_BS[:, s, None] * x_BSE[:, s - 1]
-    found, _ = smear(jnp.asarray(x_BSE), packed())
+    found, _ = smear(jnp.asarray(x_BSE), two_documents())
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 4}], ids=str)
 def test_generation_equals_the_full_pass(mesh):
-    """Prompts in chunks, with padding, and then token by token."""
-    mesh = make_mesh(**mesh)
-    generator = Generator(
-        laid_out.laid_out(model(), mesh), mesh=mesh, compute=FLOAT32, rows=8, length=32, chunk=8
-    )
-    prompts = [tokens()[0].tolist(), tokens()[1][:3].tolist()]
-    for prompt, (one,) in zip(prompts, generator(prompts, 12, GREEDY), strict=True):
-        row_1S = jnp.asarray([[*prompt, *one.tokens]], jnp.int32)
-        logits_SV = model()(row_1S, single_document_context(row_1S, FLOAT32))[0]
-        expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
-        assert list(one.tokens) == expected.tolist()
+    check_generation(model(), make_mesh(**mesh), tokens())
 
 
 @functools.cache

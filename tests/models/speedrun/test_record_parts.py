@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import laid_out
 import numpy as np
 import pytest
+from whole_decoders import FLOAT32, two_documents
 
-from lmlib import Compute, make_mesh, single_document_context
+from lmlib import make_mesh, single_document_context
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.speedrun.bigram import BigramEmbedding, signs
@@ -20,7 +21,6 @@ from lmlib.models.speedrun.window_yarn import WindowYarn
 from lmlib.parallel.layout import reshard
 
 E, B, S, R, VOCAB = 32, 2, 14, 97, 50_304
-FLOAT32 = Compute(dtype="float32")
 
 
 def tokens():
@@ -29,13 +29,6 @@ def tokens():
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def packed():
-    """Documents of 5 and 9 tokens in each row."""
-    positions_BS = np.tile(np.concatenate((np.arange(5), np.arange(9))), (B, 1))
-    segments_BS = np.tile(1 + (np.arange(S) >= 5), (B, 1))
-    return ForwardContext(jnp.asarray(positions_BS), jnp.asarray(segments_BS), FLOAT32)
 
 
 def bigram():
@@ -61,7 +54,7 @@ def bigrams_by_pytorch(table, row, torch):
 def test_bigrams_equal_pytorchs(documents):
     torch = pytest.importorskip("torch")
     part, weight_BSE = bigram(), normal(B, S, E)
-    context = packed() if documents == 2 else single_document_context(tokens(), FLOAT32)
+    context = two_documents() if documents == 2 else single_document_context(tokens(), FLOAT32)
     table = torch.tensor(np.asarray(part.table), requires_grad=True)
     ends = [0, 5, S] if documents == 2 else [0, S]
     rows = [
@@ -113,7 +106,7 @@ def test_bigrams_of_a_cache_are_those_of_the_whole_text():
 @pytest.mark.several_devices
 @pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"context": 2, "fsdp": 4}], ids=str)
 def test_bigrams_on_a_mesh(mesh):
-    mesh, part, context = make_mesh(**mesh), bigram(), packed()
+    mesh, part, context = make_mesh(**mesh), bigram(), two_documents()
     expected, _ = part(tokens(), context)
     with jax.set_mesh(mesh):
         positions_BS, segments_BS, given_BS = (
