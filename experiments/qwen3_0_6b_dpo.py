@@ -1,4 +1,4 @@
-"""DPO of Qwen 3 0.6B, 500 steps of 131,072 tokens; 4.9e17 FLOPs, 20 H100-minutes at 40 % MFU.
+"""DPO of Qwen 3 0.6B, 500 steps of 131,072 tokens; 4.8e17 FLOPs, 20 H100-minutes at 40 % MFU.
 
     python -m data_tools.prepare_chats --pairs --dataset=preferences.jsonl \
         --tokenizer=Qwen/Qwen3-0.6B --max_length=4096 --out=data/preferences_qwen3 \
