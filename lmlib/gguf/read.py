@@ -29,7 +29,8 @@ from lmlib.models.families.hugging_face.settings import FolderError
 _IGNORED = {"vocab_size", "rope.scaling.finetuned", "attention.causal"}
 # The size of dense layers, which the families do not have, or the file does not use.
 _BESIDE = {name: {"feed_forward_length"} for name in ("qwen3moe", "qwen3next")}
-_KEPT = {Kind.F16: np.dtype(np.float16), Kind.BF16: np.dtype(ml_dtypes.bfloat16)}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_KEPT = {Kind.F16: np.dtype(np.float16), Kind.BF16: _BFLOAT16, Kind.MXFP4: _BFLOAT16}
 _FILE_BYTES = 5_000_000_000
 
 
@@ -37,8 +38,9 @@ def to_folder(file: str | Path, folder: str | Path, progress: Progress | None = 
     """Writes the model, the tokenizer and the chat template of a GGUF file to a new folder.
 
     `lmlib.hf.load` and `from_pretrained` of transformers load the folder. Tensors in float32,
-    float16 and bfloat16 keep their values; quantized ones become float32. Gemma's norms are the
-    exception: their scales have 1 added in a file, which rounds them once.
+    float16 and bfloat16 keep their values; quantized ones become float32, and MXFP4, gpt-oss'
+    experts, bfloat16. Gemma's norms are the exception: their scales have 1 added in a file, which
+    rounds them once.
 
     Raises FolderError if the file is damaged or one of several parts, its architecture or a setting
     is not supported, or its tensors do not fit the model that it describes, and
@@ -184,4 +186,5 @@ def _values(tensor: gguf.ReaderTensor) -> np.ndarray:
         return tensor.data.view(ml_dtypes.bfloat16)
     if tensor.tensor_type in (Kind.F32, Kind.F16):
         return tensor.data
-    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return values.astype(_dtype(tensor), copy=False)  # bfloat16 holds every value of MXFP4

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf_models
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from lmlib.hf.families import described, family_of
 from lmlib.hf.load import FolderError
 from lmlib.hf.tensor_files import stored_tensors
+from lmlib.models.matrices.mxfp4 import VALUES, quantized
 
 gguf = pytest.importorskip("gguf")
 
@@ -69,6 +71,33 @@ def test_a_file_read_back_is_the_same_model(name, tmp_path):
         assert after["model_type"] == "llama"
     else:
         assert after == before
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("name", every_family())
+def test_a_quantized_file_of_every_family_is_off_by_its_rounding_alone(name, kind, tmp_path):
+    """Also: matrices whose values the kind holds, with its largest one in any 32, stay the same."""
+    random, model = np.random.default_rng(3), gguf_models.random_model(gguf_models.CONFIGS[name])
+    largest, step = (127, 2.0**-9) if kind == "q8_0" else (-8, 2.0**-5)
+
+    def held(x):
+        values = np.where(random.random(x.shape) < 0.5, largest, random.integers(-7, 8, x.shape))
+        return (step * values).astype(np.float32) if x.ndim > 1 else x
+
+    for which, made in (("any", model), ("held", jax.tree.map(held, model))):
+        file = tmp_path / f"{which}.gguf"
+        save(made, file, kind=kind, longest=1024)
+        to_folder(file, tmp_path / which)
+        found, exact = read_tensors(tmp_path / which), 0
+        for tensor, values in gguf_models.tensors_of(made).items():
+            wide = kind == "q4_0" and values.shape[0] == made.vocab  # a table, in Q8_0
+            part = 1 / 8 if kind == "q4_0" and not wide else 0.54 / 127  # of the largest value
+            limit = part * np.abs(values).max()
+            if which == "held" and values.ndim > 1 and not wide and "A_log" not in tensor:
+                limit = 0
+            assert np.abs(found[tensor].astype(np.float32) - values).max() <= limit, tensor
+            exact += limit == 0
+        assert exact >= (which == "held") * 9
 
 
 @pytest.mark.parametrize(
@@ -139,6 +168,34 @@ def test_other_quantizations_are_read_as_by_the_package_gguf(kind, tmp_path):
     found = read_tensors(tmp_path / "back")["model.layers.0.mlp.up_proj.weight"]
     np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, own))
     assert np.isfinite(found).all() and found.std() > 0
+
+
+def test_mxfp4_of_gpt_oss_is_read_as_by_the_package_gguf_and_keeps_its_values(tmp_path):
+    model, file = saved(tmp_path, gguf_models.CONFIGS["gpt_oss"])
+    own, packed = gguf.GGMLQuantizationType.MXFP4, {}
+    for name, tensor in values_in(file).items():
+        if name.endswith("_exps.weight"):
+            packed[name] = gguf.quants.quantize(np.array(tensor.data), own), own
+    assert len(packed) == 3 * 3
+    rewrite(file, packed)
+    to_folder(file, tmp_path / "back")
+    stored = stored_tensors(tmp_path / "back")
+    found = read_tensors(tmp_path / "back")
+    gate, up, down = (
+        gguf.quants.dequantize(packed[f"blk.1.ffn_{name}_exps.weight"][0], own).swapaxes(1, 2)
+        for name in ("gate", "up", "down")
+    )
+    both, outputs = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    np.testing.assert_array_equal(found[both][..., ::2], gate)
+    np.testing.assert_array_equal(found[both][..., 1::2], up)
+    np.testing.assert_array_equal(found[outputs], down)
+    assert stored[both].dtype == stored[outputs].dtype == "bfloat16"
+    assert np.abs(down - gguf_models.tensors_of(model)[outputs]).max() < 0.4
+    # In lmlib's MXFP4 they have the same values again.
+    codes, exponents = quantized(jnp.asarray(down), 1)
+    values = np.asarray(VALUES, np.float32)[np.stack([codes & 15, codes >> 4], 2)]
+    scales = np.repeat(np.exp2(np.asarray(exponents, np.float32) - 127), 32, 1)
+    np.testing.assert_array_equal(values.reshape(down.shape) * scales, down)
 
 
 def rewrite(file, tensors=None, fields=None, without=()):
@@ -225,9 +282,11 @@ def test_a_damaged_file_is_refused_in_a_sentence_or_has_other_values(tmp_path_fa
 
 
 def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
-    shapes = described(GOLDEN / "olmo_hybrid").shapes
-    with pytest.raises(ValueError, match="GGUF files of olmo_hybrid are not supported; there are"):
-        save(shapes, tmp_path / "model.gguf")
+    for name in ("olmo_hybrid", "bamba"):
+        shapes = described(GOLDEN / name).shapes
+        with pytest.raises(ValueError, match=f"GGUF files of {name} are not supported; there are"):
+            save(shapes, tmp_path / "model.gguf")
+        assert name.replace("_", "") not in gguf.MODEL_ARCH_NAMES.values()
     scaled = gguf_models.CONFIGS["gemma2"] | {"query_pre_attn_scalar": 50}
     with pytest.raises(ValueError, match="gemma2 only with query_pre_attn_scalar = 32, not 50"):
         saved(tmp_path, scaled)
