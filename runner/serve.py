@@ -138,8 +138,8 @@ def _serve(
     start_devices()
     engines = dict[str, Engine]()
     models: list[Served] = []
-    for name, reference in names.items():
-        loaded = _load(reference)
+    every = {name: _load(reference) for name, reference in names.items()}
+    for name, loaded in every.items():
         beside = {each: _load(adapter) for each, adapter in adapters.items()} if not engines else {}
         engine = engines[name] = _engine(loaded, beside)
         models.append(_served(name, name, None, loaded, engine))

@@ -41,6 +41,7 @@ function restart() {
 // Removes the turns from this number on.
 function cut(number) {
   stop();
+  hideTip();
   for (const each of turns.splice(number)) each.box.remove();
 }
 

@@ -91,7 +91,7 @@ export class TokenText {
     const caption = element("caption", { textContent: "Before temperature" });
     tip.replaceChildren(element("table", {}, caption, element("tbody", {}, ...rows)));
     tip.hidden = false;
-    const box = target.getClientRects()[0], own = tip.getBoundingClientRect();
+    const box = [...target.getClientRects()].at(-1), own = tip.getBoundingClientRect();
     const below = box.bottom + 6 + own.height < innerHeight;
     tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
     tip.style.top = `${below ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;

@@ -1,6 +1,7 @@
 """Hostile requests get a sentence, and the server goes on: no crash, no leak, no slot lost."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -246,5 +247,34 @@ def test_10_000_requests_leave_nothing_behind(served):
     until(lambda: is_idle(served.service))
     until(lambda: not served.server.server_state.connections)
     until(lambda: not served.server.server_state.tasks)
-    assert resident_megabytes() - before < 60
+    assert resident_megabytes() - before < 20
+    assert_serves(served)
+
+
+@pytest.mark.slow
+def test_chats_beyond_the_limits_of_a_template_stop_no_later_chat(models, tmp_path):
+    folder = shutil.copytree(models["chatty"], tmp_path / "slow")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{{ m.content }}{% if m.content == 'slow' %}"
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        "{% elif m.content == 'large' %}{{ 'a' * 10 ** 9 }}{% endif %}{% endfor %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with running_server({"chatty": folder}) as served:
+        for content in ("slow", "slow", "slow", "large", "large"):
+            status, _, answer = asked(served.port, CHATS, chat(said(content)))
+            assert status == 400 and "the chat template" in answer["error"]["message"]
+        assert asked(served.port, CHATS, chat(said("quick")))[0] == 200
+
+
+def test_a_mistake_of_the_server_is_a_sentence_and_has_a_traceback(served, monkeypatch, capsys):
+    def broken():
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(served.service, "load", broken)
+    status, _, answer = asked(served.port, "/health")
+    assert status == 500 and "made a mistake (KeyError)" in answer["error"]["message"]
+    monkeypatch.undo()
     assert_serves(served)
