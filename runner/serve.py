@@ -136,18 +136,7 @@ def _serve(
             f"key in {_KEY}, or give --api_key_file"
         )
     start_devices()
-    engines = dict[str, Engine]()
-    models: list[Served] = []
-    every = {name: _load(reference) for name, reference in names.items()}
-    for name, loaded in every.items():
-        beside = {each: _load(adapter) for each, adapter in adapters.items()} if not engines else {}
-        engine = engines[name] = _engine(loaded, beside)
-        models.append(_served(name, name, None, loaded, engine))
-        models += [_served(each, name, each, model, engine) for each, model in beside.items()]
-        what = "continues texts" if loaded.chat_template is None else "chats"
-        rows = f"{engine.slots} answers at once of {engine.length:,} tokens"
-        adapted = f", and {', '.join(beside)}" * bool(beside)
-        show(f"{name}{adapted}: {what}, {rows}; its cache has {bytes_text(engine.cache_bytes)}")
+    engines, models = _engines(names, adapters)
     host = socket.gethostname().lower()
     hosts = {*LOOPBACK, *_PUBLIC_NAME.value, *(() if is_local else (host, _HOST.value.lower()))}
     service = Service(engines, _WAITING.value)
@@ -165,17 +154,35 @@ def _serve(
         service.close(finish=False)
 
 
+def _engines(
+    names: Mapping[str, str], adapters: Mapping[str, str]
+) -> tuple[dict[str, Engine], list["Served"]]:
+    """Loads the models, and the adapters of the first; only the engines keep their weights."""
+    from runner.serving.served import Served
+
+    engines, models = dict[str, Engine](), list[Served]()
+    every = {name: _load(reference) for name, reference in names.items()}
+    beside = {name: _load(reference) for name, reference in adapters.items()}
+    for name in names:
+        loaded, beside = every.pop(name), {} if engines else beside
+        engine = engines[name] = _engine(loaded, beside)
+        for each, model in {name: loaded, **beside}.items():
+            reader = Reader(each, model.model.vocab, model.codec, model.chat_template)
+            adapter = None if each == name else each
+            models.append(Served(each, name, adapter, reader, model.answer_ends, engine.length))
+        what = "continues texts" if loaded.chat_template is None else "chats"
+        rows = f"{engine.slots} answers at once of {engine.length:,} tokens"
+        adapted = f", and {', '.join(beside)}" * bool(beside)
+        show(f"{name}{adapted}: {what}, {rows}; its cache has {bytes_text(engine.cache_bytes)}")
+    return engines, models
+
+
 def _load(reference: str) -> Loaded:
     with user_errors():
         mesh = make_mesh(tensor=_DEVICES.value)
-    return load(
-        reference,
-        mesh=mesh,
-        dtype=_DTYPE.value or usual_dtype(),
-        tokenizer=_TOKENIZER.value,
-        **loading(),
-        show=show,
-    )
+    dtype = _DTYPE.value or usual_dtype()
+    settings = {"mesh": mesh, "dtype": dtype, "tokenizer": _TOKENIZER.value, **loading()}
+    return load(reference, **settings, show=show)
 
 
 def _engine(loaded: Loaded, adapters: Mapping[str, Loaded]) -> Engine:
@@ -193,13 +200,6 @@ def _engine(loaded: Loaded, adapters: Mapping[str, Loaded]) -> Engine:
             int8=_INT8.value,
             adapters={name: without_heads(each.model) for name, each in adapters.items()},
         )
-
-
-def _served(name: str, of: str, adapter: str | None, loaded: Loaded, engine: Engine) -> "Served":
-    from runner.serving.served import Served
-
-    reader = Reader(name, loaded.model.vocab, loaded.codec, loaded.chat_template)
-    return Served(name, of, adapter, reader, loaded.answer_ends, engine.length)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def application(
             Route("/health", api.health),
             *(Route(path, _sent(file)) for path, file in files.items()),
         ],
-        exception_handlers={HTTPException: _refused, ApiError: _told, Exception: _mistake},
+        exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), _told),
     )
     return Guard(app, hosts, any_address, None if api_key is None else api_key.encode())
 
@@ -62,22 +62,15 @@ def _sent(file: Path) -> Any:
     return lambda request: Response(content, media_type=_TYPES[file.suffix])
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """Answers where there is no route."""
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path} is not served"[:200]
-    return ApiError(error.status_code, text, headers=error.headers).response()
-
-
 async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+    """Answers after an error; uvicorn logs the traceback of an unexpected one."""
+    if isinstance(error, HTTPException):  # there is no route
+        text = f"{request.method} {request.url.path} is not served"[:200]
+        error = ApiError(error.status_code, text, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        kind = type(error).__name__
+        error = ApiError(500, f"the server made a mistake ({kind}); its log shows where")
     return error.response()
-
-
-async def _mistake(request: Request, error: Exception) -> Response:
-    """Answers after any other error; uvicorn then logs its traceback."""
-    kind = type(error).__name__
-    return ApiError(500, f"the server made a mistake ({kind}); its log shows where").response()
 
 
 class _Api:

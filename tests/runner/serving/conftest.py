@@ -1,12 +1,8 @@
 """A server of two models: one chats, the other only continues texts."""
 
 import pytest
-from taught_model import write_taught_model
-
-pytest.importorskip("starlette", reason="needs lmlib[serve]")
-pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
-
 from running_server import running_server
+from taught_model import write_taught_model
 
 LENGTH = 256
 

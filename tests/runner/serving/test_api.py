@@ -4,13 +4,14 @@ import asyncio
 import itertools
 
 import numpy as np
-import openai
 import pytest
 from running_server import asked, is_idle, running_server, until
 from small_tokenizer import TEXTS
 
 from runner import load
 
+openai = pytest.importorskip("openai", reason="needs lmlib[test]")
+pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
 pytestmark = pytest.mark.landing
 CHAT = [{"role": "user", "content": "Which of these is a fruit?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -107,6 +108,16 @@ def test_stop_strings_cut_text_and_tokens(client, base):
     assert all(offset < len(found.text) for offset in found.logprobs.text_offset)
     streamed = client.completions.create(**settings, stop=stop, stream=True)
     assert "".join(event.choices[0].text for event in streamed) == found.text
+
+
+def test_usage_counts_reused_tokens_of_a_prompt(client, base):
+    ids = (base.ids(" ".join(TEXTS[:5])) * 2)[:200]
+    settings = {"model": "base", "prompt": ids, "max_tokens": 3, "seed": 1}
+    first, second = (client.completions.create(**settings) for _ in range(2))
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens == 200
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 128  # a whole chunk
+    assert first.choices[0].text == second.choices[0].text
 
 
 def test_many_asynchronous_clients_get_what_each_gets_alone(served, client):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import jax
 import numpy as np
-import openai
 import pytest
 from forked_processes import fresh_process, run_forked
 from running_server import asked, until
@@ -19,6 +18,8 @@ from lmlib.adapters.lora import with_adapters
 from lmlib.parallel.axes import map_weights
 from runner import load
 
+openai = pytest.importorskip("openai", reason="needs lmlib[test]")
+pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
 pytestmark = pytest.mark.landing
 LONG = {"model": "base", "prompt": "The", "max_tokens": 200, "stream": True}
 

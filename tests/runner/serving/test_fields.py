@@ -5,9 +5,9 @@ import json
 import pytest
 
 from lmlib.generate import Sampling
-from runner.serving.asked import asked_for
-from runner.serving.errors import ApiError
 
+asked_module = pytest.importorskip("runner.serving.asked", reason="needs lmlib[serve]")
+asked_for, ApiError = asked_module.asked_for, asked_module.ApiError
 GOOD = {"model": "base", "prompt": "The"}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "?"}]}
 

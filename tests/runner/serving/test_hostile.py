@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from running_server import asked, is_idle, running_server, until
 
-from runner.serving.connections import Connection
-
+connections = pytest.importorskip("runner.serving.connections", reason="needs lmlib[serve]")
 pytestmark = pytest.mark.landing
 GOOD = {"model": "base", "prompt": "The", "max_tokens": 2, "temperature": 0}
 CHAT = {"model": "chatty", "max_tokens": 2}
@@ -185,8 +184,8 @@ def test_answers_have_headers_that_keep_other_websites_out(served):
 @pytest.fixture
 def hasty(models, monkeypatch):
     """A server that waits for half a second only."""
-    monkeypatch.setattr(Connection, "header_seconds", 0.5)
-    monkeypatch.setattr(Connection, "write_seconds", 0.5)
+    monkeypatch.setattr(connections.Connection, "header_seconds", 0.5)
+    monkeypatch.setattr(connections.Connection, "write_seconds", 0.5)
     monkeypatch.setattr("runner.serving.guard.BODY_SECONDS", 0.5)
     with running_server({"base": models["base"]}, length=256) as served:
         yield served

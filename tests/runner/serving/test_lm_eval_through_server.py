@@ -10,6 +10,7 @@ from runner.inference.loaded import load
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("tenacity", reason="needs lm-eval[api]")
+pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
 pytestmark = pytest.mark.slow
 
 LENGTH = 512  # more than any question has: the client cuts long ones elsewhere

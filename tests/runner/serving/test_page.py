@@ -6,10 +6,11 @@ Needs `chromium` or `google-chrome` on the PATH, and the package playwright.
 import re
 import shutil
 
-import openai
 import pytest
 from running_server import is_idle, running_server, until
 
+openai = pytest.importorskip("openai", reason="needs lmlib[test]")
+pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 expect = playwright.expect
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
