@@ -63,11 +63,11 @@ class Architecture:
         return next((each for each in self.changes.items() if name.endswith(each[0])), None)
 
 
-_KV_HEADS = "attention.head_count_kv"
+_KV_HEADS, _MLP = "attention.head_count_kv", "feed_forward_length"
 _SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
+    _MLP: "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 _KEYS = _SIZES | {
@@ -77,6 +77,12 @@ _KEYS = _SIZES | {
 }
 _HEAD = {"attention.key_length": "head_dim"}
 _USED = {"expert_used_count": "num_experts_per_tok"}
+_QWEN_EXPERTS = (
+    {each: key for each, key in _KEYS.items() if each != _MLP}
+    | _HEAD
+    | _USED
+    | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+)
 
 
 def _gemma_fixed(largest: int, period: int) -> dict[str, Callable[[Config], Any]]:
@@ -206,9 +212,11 @@ def _read_deepseek(settings: dict[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(shared: str) -> dict[str, Change]:
-    """Returns the changes; `shared` has the MLP that all tokens use."""
-    return PAIRS | {
+def _granite_hybrid(
+    shared: str, size: str, keys: dict[str, str], fixed: dict[str, Callable[[Config], Any]]
+) -> Architecture:
+    """Returns Granite 4; `shared` has the MLP that all tokens use, whose size is the key `size`."""
+    changes = PAIRS | {
         "mamba.conv1d.weight": WITHOUT_SECOND,
         "mamba.dt_bias": renamed("mamba.dt_proj.bias"),
         "mamba.D": one(lambda x, config: x[:, None], lambda x, config: x[:, 0]),
@@ -225,6 +233,14 @@ def _granite_hybrid(shared: str) -> dict[str, Change]:
         "shared_mlp.output_linear.weight": renamed(f"{shared}.down_proj.weight"),
         "block_sparse_moe.input_linear.weight": halves(1, "mlp.experts"),
     }
+    return Architecture(
+        "granitehybrid",
+        _GRANITE_HYBRID_KEYS | keys,
+        _MAMBA | fixed,
+        changes,
+        lambda config: _positions(config) | {size: config["shared_intermediate_size"]},
+        _read_positions,
+    )
 
 
 def _positions(config: Config) -> dict[str, Any]:
@@ -233,7 +249,8 @@ def _positions(config: Config) -> dict[str, Any]:
         raise ValueError("llama.cpp has granitemoehybrid only without time_step_limit")
     rotary = config["position_embedding_type"] == "rope"
     theta = {"rope.freq_base": config["rope_theta"]} if rotary else {}
-    return {**_kv_heads_of_layers(FULL)(config), _ROTARY: rotary, **theta}
+    inner = {"ssm.inner_size": 2 * config["hidden_size"]}
+    return {**_kv_heads_of_layers(FULL)(config), _ROTARY: rotary, **theta, **inner}
 
 
 def _read_positions(settings: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -309,14 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", _KEYS),
     "qwen3": Architecture("qwen3", _KEYS | _HEAD),
-    "qwen3_moe": Architecture(
-        "qwen3moe",
-        {each: key for each, key in _KEYS.items() if key != "intermediate_size"}
-        | _HEAD
-        | _USED
-        | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
-        {"norm_topk_prob": lambda config: True},
-    ),
+    "qwen3_moe": Architecture("qwen3moe", _QWEN_EXPERTS, {"norm_topk_prob": lambda config: True}),
     "olmoe": Architecture(
         "olmoe",
         _KEYS | _USED | {"expert_count": "num_experts"},
@@ -340,11 +350,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"norm.weight": PLUS_ONE},
     ),
     "phi3": Architecture("phi3", _KEYS),
-    "granite": Architecture(
-        "granite",
-        _KEYS | _HEAD | _GRANITE_KEYS,
-        changes=PAIRS,
-    ),
+    "granite": Architecture("granite", _KEYS | _HEAD | _GRANITE_KEYS, changes=PAIRS),
     "smollm3": Architecture(
         "smollm3",
         _KEYS | _HEAD,
@@ -420,34 +426,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         _deepseek,
         _read_deepseek,
     ),
-    "granitemoehybrid": Architecture(
-        "granitehybrid",
-        _GRANITE_HYBRID_KEYS | {"feed_forward_length": "shared_intermediate_size"},
-        _MAMBA | {"num_local_experts": lambda config: 0},
-        _granite_hybrid("mlp"),
-        lambda config: {**_positions(config), "ssm.inner_size": 2 * config["hidden_size"]},
-        _read_positions,
+    "granitemoehybrid": _granite_hybrid(
+        "mlp", _MLP, {_MLP: "shared_intermediate_size"}, {"num_local_experts": lambda config: 0}
     ),
-    "granitemoehybrid" + WITH_EXPERTS: Architecture(
-        "granitehybrid",
-        _GRANITE_HYBRID_KEYS | _USED | {"expert_count": "num_local_experts"},
-        _MAMBA,
-        _granite_hybrid("mlp.shared_expert"),
-        lambda config: {
-            **_positions(config),
-            "ssm.inner_size": 2 * config["hidden_size"],
-            _SHARED_MLP: config["shared_intermediate_size"],
-        },
-        _read_positions,
+    "granitemoehybrid" + WITH_EXPERTS: _granite_hybrid(
+        "mlp.shared_expert", _SHARED_MLP, _USED | {"expert_count": "num_local_experts"}, {}
     ),
     "qwen3_next": Architecture(
         "qwen3next",
-        {each: key for each, key in _KEYS.items() if key != "intermediate_size"}
-        | _HEAD
-        | _USED
+        _QWEN_EXPERTS
         | {
-            "expert_count": "num_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
             "ssm.conv_kernel": "linear_conv_kernel_dim",
             "ssm.state_size": "linear_key_head_dim",
