@@ -1,7 +1,7 @@
 // The page: models, settings, and a conversation of turns, each with an answer of every model.
 import { request, stream } from "./api.js";
 import { curl, python } from "./code.js";
-import { TokenText, element, hideTip, tokensOf } from "./tokens.js";
+import { TokenText, element, hideTip, say, tokensOf } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const TOP = 5; // likeliest tokens that are shown
@@ -13,7 +13,6 @@ const client = `page ${random()}`; // its place in the queue
 let completing = false; // true if a chosen model has no chat template
 
 const chosen = () => [$("model").value, $("other").value].filter(Boolean);
-const say = (text) => ($("status").textContent = text);
 const button = (textContent, ariaLabel, onclick) =>
   element("button", { type: "button", textContent, ariaLabel, onclick });
 const actionsOf = (...buttons) => element("div", { className: "actions" }, ...buttons);
@@ -137,7 +136,11 @@ async function answer(turn, model, column) {
   about.classList.toggle("wrong", failed !== "");
   const add = (name, verb, onclick) =>
     actions.append(button(name, `${verb} answer ${number} of ${model}`, onclick));
-  add("Retry", "Retry", () => { cut(turns.indexOf(turn) + 1); answer(turn, model, column); });
+  add("Retry", "Retry", () => {
+    cut(turns.indexOf(turn) + 1);
+    $("prompt").focus();
+    answer(turn, model, column);
+  });
   add("Copy", "Copy", (event) => copy(text.text, event.target));
   add("Code", "Show as code", () => showCode(chat, body));
   if (!chat) add("Go on", "Go on from", () => send(turn.said + text.text));

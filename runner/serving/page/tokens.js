@@ -13,6 +13,12 @@ export function element(name, properties = {}, ...children) {
   return made;
 }
 
+// Has a text read out by screen readers, after earlier ones.
+export function say(text) {
+  status.append(element("p", { textContent: text }));
+  if (status.childElementCount > 4) status.firstChild.remove();
+}
+
 // The tokens of an event, of either endpoint: text, log-probability, likeliest ones, offset.
 export function tokensOf(logprobs) {
   if (!logprobs) return [];
@@ -96,7 +102,7 @@ export class TokenText {
     tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
     tip.style.top = `${below ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;
     if (target === document.activeElement)
-      status.textContent = `${visible(token.text)}: ${percent(token.logprob)}`;
+      say(`${visible(token.text)}: ${percent(token.logprob)}`);
   }
 }
 
