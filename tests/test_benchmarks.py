@@ -92,6 +92,19 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
 
 
 @pytest.mark.slow
+def test_serving_is_measured_beside_loops_that_make_the_same_tokens():
+    few = "--served=tiny", "--at_once=1,4", "--rounds=1"
+    ran = run(*few, "--beside=generate", script="serving.py")
+    assert ran.returncode == 0, ran.stderr
+    here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
+    for name in ("engine", "loop", *(["generate"] if here else [])):
+        (row,) = re.findall(rf"^{name} .*$", ran.stdout, re.MULTILINE)
+        assert all(float(each.replace(",", "")) > 0 for each in row.split()[1:])
+    waits = re.findall(r"^\d+ +(\d\.\d+)$", ran.stdout, re.MULTILINE)
+    assert len(waits) == 3 and all(float(each) > 0 for each in waits)
+
+
+@pytest.mark.slow
 def test_a_mixture_is_measured_beside_peers_of_its_losses_and_a_hybrid_alone():
     ran = run("--sizes=tiny_mixture,tiny_hybrid", "--precisions=float32")
     assert ran.returncode == 0, ran.stderr

@@ -433,9 +433,7 @@ def _halves(rows: int) -> list[int]:
 def _rows_of(answers: Sequence[Answer], count: int) -> Rows:
     """The arguments of a call for `answers`; other rows are idle."""
 
-    def filled(
-        dtype: Any, value: Callable[[Answer], Any], *shape: int, fill: Any = 0
-    ) -> np.ndarray:
+    def filled(dtype: Any, value: Callable[[Answer], Any], *shape: int, fill: int = 0) -> Any:
         x = np.full((count, *shape), fill, dtype)
         for each in answers:
             x[each.row] = value(each)
@@ -445,9 +443,8 @@ def _rows_of(answers: Sequence[Answer], count: int) -> Rows:
         ids = each.request.stop_ids
         return [*ids, *[NOTHING] * (MOST_STOP_IDS - len(ids))]
 
-    def number(each: Answer, name: str) -> float:
-        value = getattr(each.request.sampling, name)
-        return 0.0 if value is None else value
+    def number(name: str) -> Callable[[Answer], float]:
+        return lambda each: getattr(each.request.sampling, name) or 0.0
 
     names = [field.name for field in dataclasses.fields(Sampling)]
     return Rows(
@@ -456,7 +453,7 @@ def _rows_of(answers: Sequence[Answer], count: int) -> Rows:
         filled(np.int32, lambda each: each.request.max_tokens - each.made),
         filled(np.uint32, lambda each: each.request.seed),
         filled(np.uint32, lambda each: each.request.sample),
-        {name: filled(np.float32, lambda each, name=name: number(each, name)) for name in names},
+        {name: filled(np.float32, number(name)) for name in names},
         filled(np.int32, stop_ids, MOST_STOP_IDS, fill=NOTHING),
         filled(np.int32, lambda each: each.request.top),
     )

@@ -13,7 +13,8 @@ MOST_STOP_IDS = 16
 class Request:
     """A prompt to continue or to score.
 
-    The answer depends only on the model and on the fields up to `adapter`, bit for bit.
+    The bits of the answer depend only on the fields up to `adapter`, and on the engine's model and
+    settings.
 
     Args:
       prompt: token ids, at least one.

@@ -82,10 +82,9 @@ class Programs:
 
     def __init__(self, structures: tuple[Any, Any], compute: Compute):
         self._structures, self._compute = structures, compute
-        donated = {"donate_argnames": "cache"}
-        self.prefill = jax.jit(self._prefill, **donated)
-        self.decode = jax.jit(self._decode, **donated)
-        self.copy = jax.jit(self._copy, **donated)
+        self.prefill = jax.jit(self._prefill, donate_argnames="cache")
+        self.decode = jax.jit(self._decode, donate_argnames="cache")
+        self.copy = jax.jit(self._copy, donate_argnames="cache")
         self.score = jax.jit(self._score)
 
     def _trees(self, weights: list[Array], cache: list[Array]) -> tuple[Weights, Cache]:
@@ -228,13 +227,13 @@ def _picked(logits_BV: Array, seen_BV: Array, keys_B2: Array, rows: Rows) -> Mad
     pair, triple = partition(("batch", None)), partition(("batch", None, None))
     given = logits_BV, seen_BV, keys_B2, rows.position_B + 1, rows.left_B, rows.top_B, rows.numbers
     numbers = dict.fromkeys(rows.numbers, row)
-    made: Made = shard_map(
-        lambda *given: jax.lax.map(lambda each: _one_picked(*each), given),
+    pick = shard_map(
+        lambda *given: tuple(jax.lax.map(lambda each: _one_picked(*each), given)),
         (table, table, pair, row, row, row, numbers),
-        Made(pair, pair, triple, triple),
+        (pair, pair, triple, triple),
         tracked=False,
-    )(*given)
-    return made
+    )
+    return Made(*pick(*given))
 
 
 def _one_picked(

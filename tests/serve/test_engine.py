@@ -236,6 +236,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size():
         engine_of(small_llama, slots=2**20, length=2**16)
 
 
+@pytest.mark.landing
 def test_texts_stop_before_rotary_frequencies_change():
     scaling = LongRope((1.0, 1.5), (4.0, 9.0), original=16, amplitude=1.2)
     model = phi3(V, 16, 1, 4, 24, kv_heads=2, rope_scaling=scaling, key=jax.random.key(0))

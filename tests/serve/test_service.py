@@ -167,6 +167,7 @@ def test_models_are_served_side_by_side():
     service.close(finish=True)
 
 
+@pytest.mark.landing
 def test_a_step_that_fails_ends_its_answers_alone():
     def fails(tokens):
         if (tokens == 13).any():

@@ -15,7 +15,7 @@ from lmlib.models.families.llama import llama
 from lmlib.serve.engine import Answer, Engine
 from lmlib.serve.requests import Request
 
-V, LENGTH, SLOTS = 61, 420, 4
+V, LENGTH, SLOTS = 64, 420, 4
 FLOAT32 = Compute(dtype="float32")
 
 

@@ -103,7 +103,7 @@ def attend_cached(
     # and in a cache that is no ring, which has fewer slots than a window.
     in_place = options.window is None or not 0 <= slots - options.window < S - 1
     read = after if in_place else cache
-    by_blocks = in_place and slots > _BLOCK and platform() == "cpu"
+    by_blocks = cache.first is not None and in_place and slots > _BLOCK and platform() == "cpu"
     mixed_BSHV, log_normaliser_BSH = shard_map(
         functools.partial(_attend_by_blocks, options)
         if by_blocks
