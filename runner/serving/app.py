@@ -64,7 +64,7 @@ def _sent(file: Path) -> Any:
 
 async def _told(request: Request, error: Exception) -> Response:
     """Answers after an error; uvicorn logs the traceback of an unexpected one."""
-    if isinstance(error, HTTPException):  # there is no route
+    if isinstance(error, HTTPException):  # no route matches
         text = f"{request.method} {request.url.path} is not served"[:200]
         error = ApiError(error.status_code, text, headers=error.headers)
     elif not isinstance(error, ApiError):

@@ -17,7 +17,7 @@ from runner.serving.errors import ApiError
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-Rule = tuple[Callable[[Any], bool], str]  # True for values that are allowed; and what they are
+Rule = tuple[Callable[[Any], bool], str]  # a test of values, and its description for errors
 
 
 def _whole(least: int, most: int) -> Rule:

@@ -144,7 +144,7 @@ class EndingServer(Server):
 def bound(host: str, port: int) -> socket.socket:
     """Returns a socket for `EndingServer.serve`; port 0 picks a free one.
 
-    Raises ConfigError if the port is in use, or this machine has no such address.
+    Raises ConfigError if the port is in use, or the address is not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
