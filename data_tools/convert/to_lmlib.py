@@ -45,7 +45,11 @@ def seqax_splits(source: Path) -> dict[str, TokenSplit]:
     DamagedDataError if it cannot be read.
     """
     if not source.is_dir():
-        raise FileNotFoundError(f"there is no folder {source}")
+        prefix = source.with_suffix("") if source.suffix in (".bin", ".idx") else source
+        raise FileNotFoundError(
+            f"there is neither a folder {source}, for seqax, nor both files {prefix}.bin and "
+            f"{prefix}.idx, for Megatron"
+        )
     folders = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
     if not folders:
         raise ValueError(f"{source} has no split in seqax's format, such as {source / 'train'}")

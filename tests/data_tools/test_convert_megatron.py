@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_data import write_megatron
 
 from data_tools.convert.megatron import MegatronSplit, megatron_prefix
-from data_tools.convert.to_lmlib import to_lmlib
+from data_tools.convert.to_lmlib import seqax_splits, to_lmlib
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import DamagedDataError, read_split
 
@@ -127,3 +127,12 @@ def test_numbers_that_are_not_tokens_are_refused(tmp_path, dtype, token, message
     write_megatron(tmp_path / "data", [[[token]]], dtype)
     with pytest.raises(ValueError, match=message):
         MegatronSplit(tmp_path / "data")
+
+
+def test_a_source_that_is_missing_is_named_in_both_forms(tmp_path):
+    (tmp_path / "half.bin").touch()
+    for name in ("half", "half.bin", "half.idx"):
+        with pytest.raises(
+            FileNotFoundError, match=r"nor both files .*/half\.bin and .*/half\.idx"
+        ):
+            seqax_splits(tmp_path / name)
