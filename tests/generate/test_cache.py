@@ -18,7 +18,7 @@ from lmlib.generate.weights import ready, unstacked
 from lmlib.models.attend.kernel import Options
 from lmlib.models.families.phi import phi3
 from lmlib.models.forward_context import ForwardContext
-from lmlib.models.parts.cache import attend_cached, empty_cache, extended
+from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.weights import creator
 from lmlib.parallel.layout import reshard
@@ -102,8 +102,8 @@ def test_cached_logits_equal_the_full_pass_at_every_position(name, mesh, apart):
 
 
 @pytest.mark.parametrize(("window", "longest"), [(None, 257), (150, 300)])
-def test_a_long_cache_is_read_up_to_each_texts_newest_token(window, longest):
-    """On CPUs by blocks of 128 slots, and the last one has 44; against float64."""
+def test_rows_of_a_shared_cache_are_read_up_to_each_texts_newest_token(window, longest):
+    """The second row is the first of the call. CPUs read 128 slots at a time, of 300."""
     N, H, K, D, lengths_B = 300, 4, 2, 8, np.array([1, 128, 129, longest])
     rng, B, newest_B1 = np.random.default_rng(3), len(lengths_B), lengths_B[:, None] - 1
     q_BHD = rng.normal(size=(B, H, D)).astype(np.float32)
@@ -112,7 +112,9 @@ def test_a_long_cache_is_read_up_to_each_texts_newest_token(window, longest):
 
     @jax.jit
     def mixed(q_BHD, k_BNKD, v_BNKD, before_BN, newest_B1):
-        cache = extended(empty_cache(B, N, K, D, jnp.float32), k_BNKD, v_BNKD, before_BN)
+        empty = empty_cache(B + 2, N, K, D, jnp.float32)
+        shared = KeysAndValues(empty.keys, empty.values, first=jnp.int32(1))
+        cache = extended(shared, k_BNKD, v_BNKD, before_BN)
         k_B1KD, v_B1KD = (
             jnp.take_along_axis(x, newest_B1[..., None, None], axis=1) for x in (k_BNKD, v_BNKD)
         )
