@@ -95,8 +95,10 @@ def test_ctrl_c_finishes_answers_and_refuses_new_ones(models, tmp_path):
 
 
 def test_a_second_ctrl_c_ends_at_once(models, tmp_path):
-    with command(tmp_path, f"--from={models['base']}") as (process, file, port):
-        body = json.dumps(LONG | {"stop": "no such text", "n": 60}).encode()
+    given = (f"--from={models['base']}", "--devices=2", "--int8", "--slots=3", "--length=128")
+    with command(tmp_path, *given) as (process, file, port):
+        assert "3 answers at once of 128 tokens" in file.read_text()
+        body = json.dumps(LONG | {"max_tokens": 100, "n": 120}).encode()
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"

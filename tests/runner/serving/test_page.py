@@ -208,6 +208,19 @@ def test_text_is_never_interpreted_as_html(opened):
     assert opened.page.locator("#log img, #log script").count() == 0
 
 
+def test_a_system_prompt_is_sent_and_an_error_is_shown(browser, served):
+    opened = Opened(browser, served.url)
+    opened.use("chatty", max_tokens=3, system="Be brief.")
+    opened.say("Hello")
+    assert opened.sent[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
+    expect(opened.page.locator(".wrong")).to_contain_text("the chat template cannot take these")
+    opened.page.fill("#system", "")
+    opened.page.click("text=Retry")
+    opened.finish()
+    assert opened.texts(".text")[0] and not opened.texts(".wrong")
+    opened.context.close()
+
+
 def test_the_shown_code_gives_the_same_answer(opened, tmp_path):
     opened.use("chatty", max_tokens=10)
     opened.say('It\'s "quoted"\\ and\nbroken')
