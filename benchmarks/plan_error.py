@@ -7,9 +7,10 @@
 `measured`: the steps of docs/gpus.md, planned for one H200 with the code of today. Needs cuDNN
 (pip install nvidia-cudnn-cu12).
 
-`memory`: a plan's peak is the compiler's. Its list of state and batch comes from shapes and layouts,
-and is compared with XLA's arguments; the peak is compared with the buffers that XLA lays out, which
-also hold the gaps between arrays, on TPUs twice. No shape was used to make or tune the plan.
+`memory`: a plan's peak is the compiler's. Its list of state and batch comes from shapes and
+layouts, and is compared with XLA's arguments; the peak is compared with the buffers that XLA lays
+out, which also hold the gaps between arrays, on TPUs twice. No shape was used to make or tune the
+plan.
 """
 
 import dataclasses
