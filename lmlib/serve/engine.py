@@ -207,7 +207,7 @@ class Engine:
         for each in ended:
             self._end(each, Update(ended="cancelled"))
         if self._cache is None:
-            self._make_cache(self.rows[-1])
+            self._make_cache(self._most)
         if self._prefilling:
             ended += self._prefill(self._next_to_prefill())
         if self._running:
@@ -227,7 +227,7 @@ class Engine:
 
     def _make_cache(self, most: int) -> None:
         """Makes an empty cache for calls of up to `most` rows. Its last row is never written to."""
-        self._prefixes = Prefixes(range(most, most + self._prefix_rows))
+        self._most, self._prefixes = most, Prefixes(range(most, most + self._prefix_rows))
         self._empty_row = most + self._prefix_rows
         sizes = self._empty_row + 1, self.length, self._compute
         self._cache = None  # frees it before a new one is made
@@ -244,25 +244,32 @@ class Engine:
     def _equal_rows(self, most: int) -> tuple[int, ...]:
         """Returns numbers of rows of a call in which a row has the same bits, whatever the others.
 
-        Rows of a product may be summed in another order if there are fewer of them, as in a product
-        of one row. All numbers are compared with the largest, which grows until its own rows agree.
+        Products of few rows may be summed in another order, as those of one row are. The largest
+        set of numbers with equal bits is chosen. If there is none, calls get more rows.
         """
-        expected = self._checked(most, {})
-        while expected is None:
-            if most >= _MOST_ROWS * max(self.slots, 2):
-                raise ValueError(
-                    f"the bits of a row depend on the other rows in calls of up to {most} rows, so "
-                    "this model cannot be served on these devices"
-                )
-            most *= 2
-            self._make_cache(most)
-            expected = self._checked(most, {})
-        numbers = [rows for rows in _halves(most) if self._checked(rows, expected) is not None]
+        sets: list[tuple[dict[int, Made], list[int]]] = []
+        while not sets:
+            for rows in (most >> n for n in range(most.bit_length() - 1)):
+                if (found := self._checked(rows)) is None:
+                    continue
+                equal = (numbers for bits, numbers in sets if bits | found == bits)
+                if (numbers := next(equal, None)) is None:
+                    sets.append((found, numbers := []))
+                numbers.append(rows)
+            if not sets:
+                most *= 2
+                if most > _MOST_ROWS * max(self.slots, 2):
+                    raise ValueError(
+                        "the bits of a row depend on the other rows in calls of up to "
+                        f"{most // 2} rows, so this model cannot be served on these devices"
+                    )
+                self._make_cache(most)
+        numbers = max((numbers for _, numbers in sets), key=lambda each: (len(each), each))
         return tuple(sorted(numbers))
 
-    def _checked(self, rows: int, expected: dict[int, Made]) -> dict[int, Made] | None:
+    def _checked(self, rows: int) -> dict[int, Made] | None:
         """Returns the first tokens of some texts in calls of `rows`; `None` if bits differ."""
-        found = dict(expected)
+        found: dict[int, Made] = {}
         for texts in (range(rows), range(rows)[::-1], [0] * rows):
             answers = [
                 Answer(Request((text % self.vocab,), _CHECKED, Sampling(), text, top=1), _ignore, i)
@@ -271,7 +278,7 @@ class Engine:
             for each in answers:
                 each.newest = each.request.prompt[0]
                 self._copy(self._empty_row, each.row, 0)
-            made = self._call(None, answers, rows, _CHECKED)
+            made = self._call(None, answers, 0, rows, _CHECKED)
             for row, text in enumerate(texts):
                 bits = jax.tree.map(lambda x, row=row: x[row].tobytes(), made)
                 if found.setdefault(text, bits) != bits:
@@ -357,18 +364,23 @@ class Engine:
 
     def _decode(self, hurry: bool) -> list[Answer]:
         self._move_together()
-        count = self._rows_for(1 + max(each.row for each in self._running))
+        end, most = self._covering(1 + max(each.row for each in self._running)), self.rows[-1]
         limit = min(
             _HURRIED if hurry else ROUND,
             max(each.request.max_tokens - each.made for each in self._running),
         )
         ended = []
-        for name in dict.fromkeys(each.request.adapter for each in self._running):
-            answers = [each for each in self._running if each.request.adapter == name]
-            made = self._call(name, answers, count, limit)
+        calls = ((each.row // most * most, each.request.adapter) for each in self._running)
+        for first, name in dict.fromkeys(calls):
+            answers = [
+                each
+                for each in self._running
+                if each.request.adapter == name and 0 <= each.row - first < most
+            ]
+            made = self._call(name, answers, first, min(most, end - first), limit)
             for each in answers:
-                new = int(np.sum(made.tokens_BN[each.row] != NOTHING))
-                tokens = _tokens(made, each.row, new, each.request.top)
+                new = int(np.sum(made.tokens_BN[each.row - first] != NOTHING))
+                tokens = _tokens(made, each.row - first, new, each.request.top)
                 each.made += new
                 each.newest = tokens[-1].id
                 self.tokens += new
@@ -384,21 +396,26 @@ class Engine:
                 ended.append(each)
         return ended
 
-    def _call(self, adapter: str | None, answers: Sequence[Answer], rows: int, limit: int) -> Made:
-        """Generates up to `limit` tokens of `answers`, in a call of the first `rows`."""
+    def _call(
+        self, adapter: str | None, answers: Sequence[Answer], first: int, rows: int, limit: int
+    ) -> Made:
+        """Generates up to `limit` tokens of `answers`, in a call of `rows` from `first` on."""
         run, (arrays, _) = self._programs[adapter].decode, self._weights[adapter]
+        texts, numbers = _rows_of(answers, first, rows), (np.int32(first), np.int32(limit))
         with self._on_mesh():
-            texts = _rows_of(answers, rows)
-            self._cache, made = run(arrays, self._cache, texts, np.int32(limit))
+            self._cache, made = run(arrays, self._cache, texts, *numbers)
         host: Made = jax.device_get(made)
         return host
 
-    def _rows_for(self, rows: int) -> int:
-        return next(each for each in self.rows if each >= rows)
+    def _covering(self, rows: int) -> int:
+        """The number of rows of calls for the first `rows`: large ones, then a smaller one."""
+        whole, rest = divmod(rows, self.rows[-1])
+        last = next(each for each in (0, *self.rows) if each >= rest)
+        return whole * self.rows[-1] + last
 
     def _move_together(self) -> None:
         """Moves running rows to free ones, if a call then needs fewer rows."""
-        fewest = self._rows_for(len(self._running))
+        fewest = self._covering(len(self._running))
         taken = {each.row for each in (*self._prefilling, *self._running)}
         free = [row for row in range(fewest) if row not in taken]
         beyond = [each for each in self._running if each.row >= fewest]
@@ -425,18 +442,13 @@ def _ignore(update: Update) -> None:
     pass
 
 
-def _halves(rows: int) -> list[int]:
-    """`rows`, a power of two, half of it, … 2."""
-    return [rows >> n for n in range(rows.bit_length() - 1)]
-
-
-def _rows_of(answers: Sequence[Answer], count: int) -> Rows:
+def _rows_of(answers: Sequence[Answer], first: int, count: int) -> Rows:
     """The arguments of a call for `answers`; other rows are idle."""
 
     def filled(dtype: Any, value: Callable[[Answer], Any], *shape: int, fill: int = 0) -> Any:
         x = np.full((count, *shape), fill, dtype)
         for each in answers:
-            x[each.row] = value(each)
+            x[each.row - first] = value(each)
         return x
 
     def stop_ids(each: Answer) -> list[int]:

@@ -119,9 +119,14 @@ class Programs:
         return ForwardContext(positions_BS, alone, self._compute, lengths_B=lengths_B)
 
     def _decode(
-        self, weights: list[Array], cache: list[Array], rows: Rows, limit: Int32[Array, ""]
+        self,
+        weights: list[Array],
+        cache: list[Array],
+        rows: Rows,
+        first: Int32[Array, ""],
+        limit: Int32[Array, ""],
     ) -> tuple[list[Array], Made]:
-        """Generates up to `limit` tokens for the first rows, until all have ended."""
+        """Generates up to `limit` tokens for rows from `first` on, until all have ended."""
         given, every = self._trees(weights, cache)
         table_EV, cap, V = given.unembedding_EV(), given.model.logit_cap, given.model.vocab
         rows = jax.tree.map(lambda x: reshard(x, ("batch", *(None,) * (x.ndim - 1))), rows)
@@ -158,8 +163,7 @@ class Programs:
 
             return n + 1, rows, Cache(layers, seen_1BV), jax.tree.map(put, new, made)
 
-        first, count = jnp.int32(0), rows.token_B.shape[0]
-        start = jnp.int32(0), rows, _rows(every, first, count), made
+        start = jnp.int32(0), rows, _rows(every, first, rows.token_B.shape[0]), made
         *_, part, made = jax.lax.while_loop(goes_on, add, start)
         made = jax.tree.map(lambda x: reshard(x, (None,) * x.ndim), made)
         return jax.tree.leaves(_with_rows(every, part, first)), made

@@ -19,13 +19,15 @@ from lmlib import make_mesh
 MODELS = {"llama": small_llama, "windowed": windowed, "mixture": mixture, "hybrid": hybrid}
 
 
-def check(make, mixtures, mesh=None, **others):
+def check(make, mixtures, mesh=None, rows=None, **others):
     """The same requests in mixtures, and one by one in an engine that never has another.
 
     Cancelled answers are beginnings of complete ones.
     """
     engine = engine_of(make, mesh, **others)
     alone = engine_of(make, mesh, **others | {"prefix_rows": 0})
+    for each in (engine, alone):
+        each.rows = rows or each.rows
     cancelled = reused = 0
     for number in range(mixtures):
         asked = random_mixture(random.Random(number))
@@ -43,6 +45,12 @@ def check(make, mixtures, mesh=None, **others):
 
 def test_answers_are_the_same_in_mixtures_as_alone():
     check(small_llama, 8)
+
+
+@pytest.mark.landing
+def test_answers_are_the_same_in_several_calls_of_few_rows():
+    """As where larger calls have other bits."""
+    check(small_llama, 20, rows=(2,))
 
 
 @pytest.mark.slow
