@@ -5,6 +5,7 @@ A prompt is computed alone, in chunks, then its row joins the rows that grow by 
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -247,7 +248,7 @@ class Engine:
         Products of few rows may be summed in another order, as those of one row are. The largest
         set of numbers with equal bits is chosen. If there is none, calls get more rows.
         """
-        sets: list[tuple[dict[int, Made], list[int]]] = []
+        sets: list[tuple[dict[Any, Made], list[int]]] = []
         while not sets:
             for rows in (most >> n for n in range(most.bit_length() - 1)):
                 if (found := self._checked(rows)) is None:
@@ -267,10 +268,11 @@ class Engine:
         numbers = max((numbers for _, numbers in sets), key=lambda each: (len(each), each))
         return tuple(sorted(numbers))
 
-    def _checked(self, rows: int) -> dict[int, Made] | None:
+    def _checked(self, rows: int) -> dict[Any, Made] | None:
         """Returns the first tokens of some texts in calls of `rows`; `None` if bits differ."""
-        found: dict[int, Made] = {}
-        for texts in (range(rows), range(rows)[::-1], [0] * rows):
+        found: dict[Any, Made] = {}
+        mixtures = range(rows), range(rows)[::-1], [0] * rows
+        for name, texts in itertools.product(self._weights, mixtures):
             answers = [
                 Answer(Request((text % self.vocab,), _CHECKED, Sampling(), text, top=1), _ignore, i)
                 for i, text in enumerate(texts)
@@ -278,10 +280,10 @@ class Engine:
             for each in answers:
                 each.newest = each.request.prompt[0]
                 self._copy(self._empty_row, each.row, 0)
-            made = self._call(None, answers, 0, rows, _CHECKED)
+            made = self._call(name, answers, 0, rows, _CHECKED)
             for row, text in enumerate(texts):
                 bits = jax.tree.map(lambda x, row=row: x[row].tobytes(), made)
-                if found.setdefault(text, bits) != bits:
+                if found.setdefault((name, text), bits) != bits:
                     return None
         return found
 
