@@ -15,10 +15,8 @@ five of the backward pass, for the causal half of whole rows.
 import concurrent.futures
 import functools
 import itertools
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax import Array
+from turns import seconds
 
 from lmlib.models.attend import attend, problem
 from lmlib.models.attend.fused import triton_kernels
@@ -35,7 +34,6 @@ from lmlib.models.attend.kernel import Options, Shapes, whole_row
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
-TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
 TOLERANCE = 2e-2  # relative to the norm, in bfloat16
 
 _SHAPES = flags.DEFINE_list(
@@ -76,19 +74,6 @@ def both(implementation: str, given: Inputs, segments_BS: Array | None) -> tuple
 
     value, backward = jax.vjp(mixed, given.q, given.k, given.v)
     return value, *backward(given.d)
-
-
-def seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the seconds of one call of each function, as the median over turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn, (name, call) in itertools.product(range(TURNS + 1), calls.items()):
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            result = call()
-        jax.block_until_ready(result)
-        if turn:  # the first compiles
-            found[name].append((time.perf_counter() - began) / CALLS)
-    return {name: statistics.median(each) for name, each in found.items()}
 
 
 def check(names: Sequence[str], given: Inputs, segments_BS: Array) -> None:

@@ -17,9 +17,7 @@ stages than they have, and lists the fastest. `--compile_only` compiles them for
 import concurrent.futures
 import functools
 import itertools
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ from absl import app, flags
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from turns import seconds
 
 from lmlib.models.experts import triton_grouped
 from lmlib.models.experts.grouped import Groups, grouped_product
@@ -39,7 +38,6 @@ from lmlib.plan import targets
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
-TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
 TOLERANCE = 2e-2  # relative to the norm, in bfloat16
 KINDS = "forward", "rows", "matrices"
 IMPLEMENTATIONS = "triton", "ragged_dot"
@@ -126,20 +124,12 @@ def pytorch(kind: str, given: Inputs, sizes_X: Array) -> Callable[[], Any] | Non
     return call
 
 
-def seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the seconds of one call of each function, as the median over turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn, (name, call) in itertools.product(range(TURNS + 1), calls.items()):
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            result = call()
-        if isinstance(result, jax.Array):
-            jax.block_until_ready(result)
-        else:
-            sys.modules["torch"].cuda.synchronize()
-        if turn:  # the first compiles
-            found[name].append((time.perf_counter() - began) / CALLS)
-    return {name: statistics.median(each) for name, each in found.items()}
+def finished(result: Any) -> None:
+    """Waits for a result of JAX or of PyTorch."""
+    if isinstance(result, jax.Array):
+        jax.block_until_ready(result)
+    else:
+        sys.modules["torch"].cuda.synchronize()
 
 
 def check(kind: str, implementation: str, given: Inputs, sizes_X: Array) -> None:
@@ -172,7 +162,7 @@ def compared(shape: Sequence[int]) -> str:
                 calls["dense"] = functools.partial(jax.jit(functools.partial(dense, kind)), given)
             if (call := pytorch(kind, given, sizes_X)) is not None:
                 calls["pytorch"] = call
-            for each, one in seconds(calls).items():
+            for each, one in seconds(calls, finished).items():
                 took.setdefault(f"{each}, {name}", {})[kind] = one
     for name, of_kinds in took.items():
         rate = 6 * N * E * F / sum(of_kinds.values()) / 1e12
