@@ -243,10 +243,10 @@ class Engine:
             self._cache, self._structure = jax.tree.flatten(make(self._model, *sizes))
 
     def _equal_rows(self, most: int) -> tuple[int, ...]:
-        """Returns numbers of rows of a call in which a row has the same bits, whatever the others.
+        """Returns numbers of rows for which a row's bits depend on no other row of the call.
 
-        Products of few rows may be summed in another order, as those of one row are. The largest
-        set of numbers with equal bits is chosen. If there is none, calls get more rows.
+        XLA may sum the products of few rows in another order, as for a single row. The largest set
+        of numbers with equal bits is chosen. If no number qualifies, calls get more rows.
         """
         sets: list[tuple[dict[Any, Made], list[int]]] = []
         while not sets:

@@ -21,8 +21,7 @@ class Request:
       max_tokens: maximum number of new tokens; 0 only scores the prompt.
       sampling: determines the new tokens, with `seed`.
       seed: in [0, 2^32).
-      sample: number of this sample among those of one prompt, in [0, 2^31); each has its own
-        randomness.
+      sample: number of this sample of the prompt, in [0, 2^31); each has its own randomness.
       stop_ids: tokens that end the answer, at most `MOST_STOP_IDS`.
       top: number of likeliest tokens to report beside each token, at most `MOST_TOP`.
       score_prompt: True reports the log-probabilities of the prompt's tokens too.

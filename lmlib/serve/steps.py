@@ -197,7 +197,7 @@ class Programs:
         next_C: Int32[Array, "c"],
         top: Int32[Array, ""],
     ) -> Made:
-        """Scores the tokens of a prompt that follow those with features `h_CE`; B = 1, N = C."""
+        """Scores the tokens of a prompt that follow the features `h_CE`; B = 1, N = C."""
         given: Weights = jax.tree.unflatten(self._structures[0], weights)
         table_EV, cap = given.unembedding_EV(), given.model.logit_cap
 
@@ -256,7 +256,7 @@ def _one_picked(
             lambda: logits_V,
         )
         z_V = jax.lax.cond(numbers["temperature"] > 0, lambda: drawn(z_V), lambda: z_V)
-        # Two passes, each of which XLA for CPUs vectorizes, unlike `jnp.argmax`.
+        # Two passes: XLA for CPUs vectorizes each of them, unlike `jnp.argmax`.
         token = jnp.min(jnp.where(z_V == jnp.max(z_V), jnp.arange(len(z_V)), len(z_V) - 1))
         log_p_V = logits_V - jax.nn.logsumexp(logits_V)
         return Made(token[None], log_p_V[token][None], *(x[None] for x in likely(log_p_V)))
