@@ -90,15 +90,23 @@ class Transformers:
         import transformers
 
         self._torch, self._new_cache = torch, transformers.StaticCache
+        on_gpu = jax.default_backend() == "gpu"
+        torch.set_default_device("cuda" if on_gpu else "cpu")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=_PRECISION.value, attn_implementation="sdpa"
         ).eval()
-        self._step = torch.compile(self._model, dynamic=False) if compiled else self._model
+        self._step = self._model
+        if compiled:  # on a GPU with CUDA graphs, as transformers recommends
+            mode = "reduce-overhead" if on_gpu else "default"
+            self._step = torch.compile(self._model, dynamic=False, mode=mode)
         self._prompts = torch.tensor(prompts)
+        # CUDA graphs need the same cache in each turn.
+        self._cache = self._new_cache(config=self._model.config, max_cache_len=PROMPT + NEW + 1)
 
     def prefill(self) -> None:
-        self._cache = self._new_cache(config=self._model.config, max_cache_len=PROMPT + NEW + 1)
+        self._cache.reset()
         self._made = [self._next(self._prompts, self._torch.arange(PROMPT))]
+        self._made[0].tolist()  # waits for it
 
     def decode(self) -> Prompts:
         for n in range(NEW):
@@ -127,7 +135,8 @@ CONTENDERS = {
 
 def reading_rate() -> float:
     """Returns the bytes per second at which XLA reads memory to sum numbers, on all cores."""
-    numbers = jax.numpy.ones(2**26, "float32")
+    few = jax.default_backend() == "cpu"  # a GPU would read them sooner than it can be asked to
+    numbers = jax.numpy.ones(2**26 if few else 2**30, "float32")
     total = jax.jit(jax.numpy.sum).lower(numbers).compile()
     total(numbers).block_until_ready()
     began = time.perf_counter()
@@ -193,6 +202,12 @@ def main(arguments: Sequence[str]) -> None:
     if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):
         print("transformers: not installed, or PyTorch (pip install 'lmlib[parity]')")
         peers = []
+    if peers and jax.default_backend() == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            print(f"transformers: PyTorch {torch.__version__} sees no GPU; install its CUDA build")
+            peers = []
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         problems = [

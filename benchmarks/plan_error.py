@@ -1,10 +1,11 @@
 """Errors of lmlib.plan: steps that an H200 ran, and memory that XLA counts at other shapes.
 
-    python benchmarks/plan_error.py --parts=measured                # hours on two cores
-    python benchmarks/plan_error.py --parts=measured --steps=84m,1b
+    python benchmarks/plan_error.py --parts=steps                   # hours on two cores
+    python benchmarks/plan_error.py --parts=steps --steps=84m,1b
     python benchmarks/plan_error.py --parts=memory --shapes=0,1,10
 
-`measured`: the steps of docs/gpus.md, planned for one H200 with the code of today. Needs cuDNN
+`steps`: the steps of benchmarks/train_step.py that docs/gpus.md lists, planned for one H200 with
+the code of today, beside their measured times and peaks if there are any. Needs cuDNN
 (pip install nvidia-cudnn-cu12).
 
 `memory`: a plan's peak is the compiler's. Its list of state and batch comes from shapes and
@@ -23,9 +24,13 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from absl import app, flags, logging
+from step_peers.lmlib_step import make_optimizer
+from step_peers.work import SIZES, Work
 
 from lmlib.compute import EVERYTHING
 from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.parallel.mesh import make_mesh
 from lmlib.plan import targets
 from lmlib.plan.planner import Report, plan
 from lmlib.terminal.table import columns
@@ -33,32 +38,47 @@ from runner.aot.abstract_inputs import built, without_data
 from runner.config.configs import load
 from runner.jax_settings.xla_flags import set_gpu_flags
 
-PARTS = "measured", "memory"
+PARTS = "steps", "memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of docs/gpus.md with `--fiddler=fast`, its time in ms, and its peak in GB if known."""
+    """A step of benchmarks/train_step.py, with its time in ms and its peak in GB if measured.
+
+    `rows` are the batch and the tokens of a row, if not the size's own.
+    """
 
     size: str
-    milliseconds: float
+    milliseconds: float | None = None
     gigabytes: float | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    whole_rows: bool = True
+    rows: tuple[int, int] | None = None
+    packed: bool = False
+    muon: bool = False
 
 
-MEASURED = {
+_FLOAT8 = {"quantized": {"mlp": "float8", "projections": "float8"}}
+STEPS = {
     "84m": Step("84m", 83.6, 22.4),
     "270m": Step("270m", 238.2),
     "540m": Step("540m", 424.0),
     "1b": Step("1b", 680.1, 89.4),
     "2b": Step("2b", 1_300.8),
-    "84m_mask": Step("84m", 93.6, None, {"attention": "cudnn"}, False),
-    "84m_triton": Step("84m", 86.2, None, {"attention": "triton"}),
-    "84m_packed": Step("84m", 80.8, None, {}, False),
-    "84m_scanned": Step("84m", 113.0, None, {"attention": "cudnn", "unroll": 1}, False),
-    "1b_mask": Step("1b", 690.8, None, {"attention": "cudnn"}, False),
-    "1b_triton": Step("1b", 686.4, None, {"attention": "triton"}),
+    "84m_mask": Step("84m", 93.6, settings={"attention": "cudnn"}, packed=True),
+    "84m_triton": Step("84m", 86.2, settings={"attention": "triton"}),
+    "84m_packed": Step("84m", 80.8, packed=True),
+    "84m_scanned": Step("84m", 113.0, settings={"attention": "cudnn", "unroll": 1}, packed=True),
+    "1b_mask": Step("1b", 690.8, settings={"attention": "cudnn"}, packed=True),
+    "1b_triton": Step("1b", 686.4, settings={"attention": "triton"}),
+    "84m_muon": Step("84m", muon=True),
+    "270m_muon": Step("270m", muon=True),
+    "1b_float8": Step("1b", settings=_FLOAT8),
+    "2b_float8": Step("2b", settings=_FLOAT8),
+    "hybrid_1b": Step("hybrid_1b"),
+    "8x2048": Step("8x2048"),
+    "8x2816": Step("8x2816"),
+    "1b_8192": Step("1b", rows=(8, 8_192)),
+    "1b_32768": Step("1b", rows=(2, 32_768)),
 }
 
 _DENSE, _MIXTURE = "experiments/llama_84m", "experiments/mixtral_8x7b"
@@ -107,56 +127,81 @@ SHAPES = (
 )
 
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Parts: {', '.join(PARTS)}.")
-_STEPS = flags.DEFINE_list("steps", list(MEASURED), f"Measured steps: {', '.join(MEASURED)}.")
+_STEPS = flags.DEFINE_list("steps", list(STEPS), f"Steps: {', '.join(STEPS)}.")
 _SHAPES = flags.DEFINE_list("shapes", [*map(str, range(len(SHAPES)))], "Numbers of shapes, from 0.")
 
 
-def planned(experiment: str, target_name: str, overrides: Sequence[str], step: Any) -> Report:
-    """The plan of an experiment with overrides, and the data and settings of a measured `step`."""
-    targets.prepare(target := targets.parse(target_name))
+def planned_step(step: Step) -> Report:
+    """Returns the plan of a step for one H200."""
+    targets.prepare(target := targets.parse("h200:1x1"))
     set_gpu_flags()
-    fiddlers = ["fast"] if step else []
-    cfg = without_data(load(experiment, fiddlers, overrides))
-    made = built(cfg, target.devices())
-    if step is not None:
-        data = Synthetic(made.data.vocab_size, 64, 1_024)
-        data.whole_rows = step.whole_rows
-        compute = dataclasses.replace(made.compute, **step.settings)
-        made = dataclasses.replace(made, data=data, compute=compute)
-    report = plan(made, target)
+    size = dataclasses.replace(SIZES[step.size], changes=step.settings)
+    if step.rows is not None:
+        size = dataclasses.replace(size, batch=step.rows[0], sequence=step.rows[1])
+    work = Work(size, "bfloat16", 1, step.packed, step.muon)
+    data = Synthetic(size.settings["vocab"], size.batch, size.sequence)
+    data.whole_rows = not step.packed
+    experiment = Experiment(
+        model=size.model,
+        data=data,
+        optimizer=lambda steps: make_optimizer(work),
+        mesh=make_mesh(devices=target.devices()),
+        steps=work.steps,
+        compute=size.compute(work.precision),
+    )
+    report = plan(experiment, target)
     if any("cuDNN is not installed" in remark for remark in report.remarks):
         sys.exit("cuDNN is not installed: pip install nvidia-cudnn-cu12")
     return report
 
 
-def measured(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A row for each step: times and peaks, planned and measured, with errors."""
+def steps(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields a row for each step: planned times and peaks, and their errors if measured."""
     of_time, of_memory = [], []
-    yield "step", "ms", "planned", "error", "peak, GB", "planned", "error"
+    yield (
+        "step", "kernels", "MFU, causal", "planned, ms", "ms", "error", "planned peak, GB", "GB",
+        "error",
+    )  # fmt: skip
     for name in names:
-        step = MEASURED[name]
-        report = planned(f"experiments/llama_{step.size}", "h200:1x1", (), step)
-        assert report.estimate is not None
-        milliseconds, gigabytes = report.estimate.step_seconds * 1e3, report.memory.needed / 1e9
-        of_time.append(milliseconds / step.milliseconds - 1)
-        row = [name, f"{step.milliseconds:,.1f}", f"{milliseconds:,.1f}", f"{of_time[-1]:+.1%}"]
-        if step.gigabytes is None:
-            yield *row, "", f"{gigabytes:,.2f}", ""
+        step, report = STEPS[name], planned_step(STEPS[name])
+        gigabytes = report.memory.needed / 1e9
+        if report.estimate is None or report.kernels is None:
+            yield name, "does not fit", "", "", "", "", f"{gigabytes:,.2f}", "", ""
             continue
-        of_memory.append(gigabytes / step.gigabytes - 1)
-        yield *row, f"{step.gigabytes}", f"{gigabytes:,.2f}", f"{of_memory[-1]:+.2%}"
-    yield "median", "", "", _median(of_time, ".1%"), "", "", _median(of_memory, ".2%")
-    yield "worst", "", "", _worst(of_time, ".1%"), "", "", _worst(of_memory, ".2%")
+        milliseconds = report.estimate.step_seconds * 1e3
+        row = [name, f"{report.kernels.number:,}", f"{report.estimate.mfu_causal:.1%}"]
+        row += _beside(milliseconds, step.milliseconds, ",.1f", ".1%", of_time)
+        yield *row, *_beside(gigabytes, step.gigabytes, ",.2f", ".2%", of_memory)
+    for label, of_all in (("median", _median), ("worst", _worst)):
+        yield label, *[""] * 4, of_all(of_time, ".1%"), "", "", of_all(of_memory, ".2%")
+
+
+def _beside(
+    planned: float, measured: float | None, digits: str, of_error: str, errors: list[float]
+) -> list[str]:
+    """Returns both as texts, with the error of the plan, which is added to `errors`."""
+    if measured is None:
+        return [format(planned, digits), "", ""]
+    errors.append(planned / measured - 1)
+    return [format(planned, digits), format(measured, digits), format(errors[-1], f"+{of_error}")]
+
+
+def planned_shape(number: int) -> Report:
+    """Returns the plan of a shape of `SHAPES`."""
+    target_name, experiment, settings = SHAPES[number]
+    targets.prepare(target := targets.parse(target_name))
+    set_gpu_flags()
+    overrides = [f"{name}={value!r}" for name, value in settings.items()]
+    return plan(built(without_data(load(experiment, [], overrides)), target.devices()), target)
 
 
 def memory(numbers: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A row for each shape: listed state and batch against XLA's, and the peak against buffers."""
+    """Yields a row for each shape: listed state and batch beside XLA's, and the peak's buffers."""
     of_state, of_peak = [], []
     yield "shape", "target", "state, MB", "XLA's", "error", "peak", "buffers", "error"
     for number in map(int, numbers):
-        target, experiment, settings = SHAPES[number]
-        overrides = [f"{name}={value!r}" for name, value in settings.items()]
-        found = planned(experiment, target, overrides, None).memory
+        target, experiment, _ = SHAPES[number]
+        found = planned_shape(number).memory
         counted = found.counted
         assert counted is not None, "it does not fit"
         state = found.parameters + found.optimizer_state + found.batch
@@ -192,9 +237,9 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     parts = _chosen(_PARTS, PARTS)
-    steps, shapes = _chosen(_STEPS, [*MEASURED]), _chosen(_SHAPES, [*map(str, range(len(SHAPES)))])
+    names, shapes = _chosen(_STEPS, [*STEPS]), _chosen(_SHAPES, [*map(str, range(len(SHAPES)))])
     logging.set_verbosity(logging.WARNING)
-    for name, rows in (("measured", measured(steps)), ("memory", memory(shapes))):
+    for name, rows in (("steps", steps(names)), ("memory", memory(shapes))):
         if name in parts:
             found = []
             for row in rows:

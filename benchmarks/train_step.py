@@ -4,6 +4,7 @@
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
     python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
     python benchmarks/train_step.py --sizes=8_of_512,32_of_256 --precisions=float32   # mixtures
+    python benchmarks/train_step.py --sizes=1b --rows=8x8192  # 8 rows of 8,192 tokens a step
     python benchmarks/train_step.py --sizes=1b --packed
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
 
@@ -18,11 +19,13 @@ All except `dense` start from lmlib's weights, and see the same batches of one d
 the same hyperparameters. The losses of all 30 steps must agree, or the script names the step
 and fails. With --packed (several documents in a row) or --muon, lmlib runs without peers.
 
-On a CPU the contenders take turns of five steps, and the first turn warms up. Values are tokens per
-CPU-second of all threads, as medians over turns, and the model's FLOPs divided by the FLOPs that
-XLA achieves per CPU-second between the turns. On a GPU contenders run one after another. FLOPs are
-6 per token and parameter used in a matmul, plus attention with ("causal") and without ("whole") the
-saving of its masked half. MFU refers to the printed dense bf16 peak.
+Contenders take turns of five steps, and the first turn warms up. Values are medians over turns: on
+a CPU tokens per CPU-second of all threads, and the model's FLOPs divided by those that XLA achieves
+in large matrix products between the turns. FLOPs are 6 per token and parameter used in a matmul,
+plus attention with ("causal") and without ("whole") the saving of its masked half. On a GPU, MFU
+refers to the printed dense bf16 peak. There contenders run one after another; --together makes them
+take turns, if the memory is enough for all. JAX counts memory from the start of the process, so
+only the first size of a command shows its own measured peak.
 """
 
 import ast
@@ -31,6 +34,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -81,6 +85,12 @@ _SETTINGS = flags.DEFINE_multi_string(
     "setting", [], "Setting of lmlib's Compute, NAME=LITERAL, as in --setting=unroll=8."
 )
 _PACKED = flags.DEFINE_bool("packed", False, "Put several documents in each row, without peers.")
+_ROWS = flags.DEFINE_string(
+    "rows", None, "Rows × tokens of each step, as in 8x8192. Default: the size's own."
+)
+_TOGETHER = flags.DEFINE_bool(
+    "together", False, "On a GPU contenders take turns, which needs the memory of all at once."
+)
 _MUON = flags.DEFINE_bool("muon", False, "Use Muon instead of AdamW, without peers.")
 
 
@@ -126,10 +136,10 @@ def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
 
 
 def order(
-    works: Sequence[Work], names: Sequence[str], on_gpu: bool
+    works: Sequence[Work], names: Sequence[str], together: bool
 ) -> list[tuple[Work, list[str]]]:
     """Returns the order of works, with the contenders that take turns on each."""
-    if not on_gpu:
+    if together:
         return [(work, contenders_of(work, names)) for work in works]
     # PyTorch can return a GPU's memory, and JAX keeps it. So JAX comes last, with its largest model
     # first.
@@ -150,7 +160,7 @@ def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[s
     Returns a line for each contender that failed, or whose losses differ.
     """
     found = {title(work): Measurements(work) for work in works}
-    failures, to_do = [], order(works, names, on_gpu)
+    failures, to_do = [], order(works, names, _TOGETHER.value or not on_gpu)
     for number, (work, together) in enumerate(to_do):
         began = time.perf_counter()
         measurements = found[title(work)]
@@ -184,9 +194,14 @@ def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str
 
 def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
     """Returns the works of the flags, by default these sizes in these precisions."""
-    changes, works = changed_settings(_SETTINGS.value), []
+    changes: dict[str, Any] = {"changes": changed_settings(_SETTINGS.value)}
+    if _ROWS.value:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", _ROWS.value):
+            sys.exit(f"--rows={_ROWS.value} is not ROWSxTOKENS, as in 8x8192")
+        changes |= zip(("batch", "sequence"), map(int, _ROWS.value.split("x")), strict=True)
+    works = []
     for name in chosen(_SIZES, sizes, SIZES):
-        size = dataclasses.replace(SIZES[name], changes=changes)
+        size = dataclasses.replace(SIZES[name], **changes)
         for precision in chosen(_PRECISIONS, precisions, TOLERANCE):
             works.append(Work(size, precision, STEPS, _PACKED.value, _MUON.value))
     return works

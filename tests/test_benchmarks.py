@@ -92,6 +92,15 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
 
 
 @pytest.mark.slow
+def test_a_killed_and_resumed_run_is_compared_with_an_undisturbed_one():
+    experiment = "--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fiddler=synthetic"
+    ran = run("--steps=20", "--", *experiment, script="same_bits.py")
+    assert ran.returncode == 0, ran.stderr
+    lines = r"^killed after step 1\d .* no bit$", r"^without the flag .* no bit$"
+    assert all(re.search(line, ran.stdout, re.MULTILINE) for line in lines)
+
+
+@pytest.mark.slow
 def test_serving_is_measured_beside_loops_that_make_the_same_tokens():
     few = "--served=tiny", "--at_once=1,4", "--rounds=1"
     ran = run(*few, "--beside=generate", script="serving.py")

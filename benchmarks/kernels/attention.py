@@ -9,10 +9,10 @@ timed in turns; values are medians. FLOP/s count the two matrix products of the 
 five of the backward pass, for the causal half of whole rows.
 
 `--launches` times Triton's kernels with other tiles, warps and stages than
-`lmlib.models.attend.fused.triton_kernels` has, and lists the fastest.
+`lmlib.models.attend.fused.triton_kernels` has, and lists the fastest. `--compile_only` compiles
+them for an absent GPU.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import sys
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax import Array
+from launches import device_of, programs, shapes_on
 from turns import seconds
 
 from lmlib.models.attend import attend, problem
@@ -31,10 +32,12 @@ from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.triton_kernels import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
 from lmlib.models.attend.kernel import Options, Shapes, whole_row
+from lmlib.plan import targets
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
 TOLERANCE = 2e-2  # relative to the norm, in bfloat16
+KERNELS = "mixed", "query_gradients", "key_gradients"
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -43,6 +46,9 @@ _SHAPES = flags.DEFINE_list(
 )
 _DOCUMENT = flags.DEFINE_integer("document", 256, "Tokens of a packed document, on average.")
 _LAUNCHES = flags.DEFINE_bool("launches", False, "Try other tiles, warps and stages.")
+_COMPILE_ONLY = flags.DEFINE_string(
+    "compile_only", None, "Only compile the launches, for an absent GPU: h200:1x1."
+)
 
 
 class Inputs(NamedTuple):
@@ -119,60 +125,80 @@ def compared(shape: Sequence[int], document: int) -> str:
     return columns(rows)
 
 
-def quickest_launches(shape: Sequence[int], document: int) -> str:
-    """Lists each Triton kernel's fastest three launches for whole rows, with packed times."""
-    _, S, H, D = shape
-    given, packed_BS = inputs(shape), segments(shape, document)
-    numbers = jnp.zeros((shape[0], H, S), jnp.float32)
+def programs_of(
+    kernel: str, shape: Sequence[int], given: Any, segments_BS: Any, device: jax.Device
+) -> dict[Launch, Any]:
+    """Compiles the kernel with each launch that fits into the GPU's shared memory."""
+    B, S, H, D = shape
     options, places_S = Options.of(None, None, None, D), whole_row(S).own_S
 
-    def run(kernel: str, launch: Launch, given: Inputs, seen: Array) -> Any:
+    def run(launch: Launch, given: Inputs, segments_BS: Array) -> Any:
         of_length = (S,) if kernel == "key_gradients" else ()
-        arrays = *given[:3], sight(places_S, seen, seen, None)
+        arrays = *given[:3], sight(places_S, segments_BS, segments_BS, None)
+        numbers = jnp.zeros((B, H, S), jnp.float32)
         backward = () if kernel == "mixed" else (given.d, numbers, numbers)
         function = getattr(triton_kernels, kernel)
         return function(launch, *of_length, options, *arrays, *backward)
 
-    def compiled(kernel: str, launch: Launch) -> Any:
-        try:
-            program = jax.jit(functools.partial(run, kernel, launch))
-            return program.lower(given, packed_BS).compile()
-        except jax.errors.JaxRuntimeError:  # more shared memory than the GPU has
-            return None
-
     sizes = [size for size in (32, 64, 128) if S % size == 0]
-    launches = {
-        str(launch): launch
+    tried = [
+        Launch(Tiles(queries, keys), warps, stages)
         for queries, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (2, 3))
-        for launch in [Launch(Tiles(queries, keys), warps, stages)]
-    }
+    ]
+    return programs(run, tried, (given, segments_BS), device)
+
+
+def quickest_launches(shape: Sequence[int], document: int) -> str:
+    """Lists each Triton kernel's fastest three launches for whole rows, with packed times."""
+    given, packed_BS = inputs(shape), segments(shape, document)
     rows = [["kernel", "tile", "warps", "stages", "whole, ms", "packed, ms"]]
-    for kernel in ("mixed", "query_gradients", "key_gradients"):
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            programs = pool.map(functools.partial(compiled, kernel), launches.values())
-            fit = {name: each for name, each in zip(launches, programs, strict=True) if each}
+    for kernel in KERNELS:
+        compiled = programs_of(kernel, shape, given, packed_BS, device_of(None))
         whole, packed = (
-            seconds({name: functools.partial(each, given, of) for name, each in fit.items()})
-            for of in (jnp.zeros_like(packed_BS), packed_BS)
+            seconds(
+                {
+                    str(launch): functools.partial(each, given, segments_BS)
+                    for launch, each in compiled.items()
+                }
+            )
+            for segments_BS in (jnp.zeros_like(packed_BS), packed_BS)
         )
-        for name in sorted(fit, key=whole.__getitem__)[:3]:
-            tiles, warps, stages = launches[name]
-            times = (f"{each[name] * 1e3:.3f}" for each in (whole, packed))
+        for launch in sorted(compiled, key=lambda launch: whole[str(launch)])[:3]:
+            tiles, warps, stages = launch
+            times = (f"{each[str(launch)] * 1e3:.3f}" for each in (whole, packed))
             rows.append([kernel, " × ".join(map(str, tiles)), str(warps), str(stages), *times])
     return columns(rows)
+
+
+def compiled_for(target: str, shape: Sequence[int]) -> str:
+    """Compiles all launches for an absent GPU, and counts those that fit into shared memory."""
+    device = device_of(target)
+    given = shapes_on(device, jax.eval_shape(functools.partial(inputs, shape)))
+    segments_BS = shapes_on(device, jax.ShapeDtypeStruct(tuple(shape[:2]), jnp.int32))
+    counts = [
+        f"{len(programs_of(kernel, shape, given, segments_BS, device))} of {kernel}"
+        for kernel in KERNELS
+    ]
+    return f"launches that compile for {target}: {', '.join(counts)}"
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
+    if _COMPILE_ONLY.value:
+        targets.prepare(targets.parse(_COMPILE_ONLY.value))
     choose_devices()
-    if jax.default_backend() != "gpu":
+    if not _COMPILE_ONLY.value and jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16")
+    print(f"{_COMPILE_ONLY.value or jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16")
     for text in _SHAPES.value:
         shape = [int(size) for size in text.split("x")]
         if len(shape) != 4:
             sys.exit(f"--shapes: {text!r} is not rows x tokens x heads x head_dim")
+        if _COMPILE_ONLY.value:
+            print(f"\n{text}")
+            print(compiled_for(_COMPILE_ONLY.value, shape), flush=True)
+            continue
         print(f"\n{text}, packed documents of {_DOCUMENT.value} tokens on average")
         made = quickest_launches if _LAUNCHES.value else compared
         print(made(shape, _DOCUMENT.value), flush=True)

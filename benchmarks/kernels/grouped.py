@@ -14,7 +14,6 @@ groups of equal size, which no grouped product can be expected to beat.
 stages than they have, and lists the fastest. `--compile_only` compiles them for an absent GPU.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import sys
@@ -26,14 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax import Array
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from launches import device_of, programs, shapes_on
 from turns import seconds
 
 from lmlib.models.experts import triton_grouped
 from lmlib.models.experts.grouped import Groups, grouped_product
 from lmlib.models.experts.triton_grouped import Launch
-from lmlib.parallel.mesh import make_mesh
 from lmlib.plan import targets
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
@@ -184,24 +181,12 @@ def programs_of(kind: str, given: Any, sizes_X: Any, device: jax.Device) -> dict
     tiles = (64, 128), (32, 64), (64, 128, 256)
     if kind == "matrices":
         tiles = (32, 64), (64, 128), (64, 128)
-    launches = [
-        Launch(*sizes, warps, stages)
-        for *sizes, warps, stages in itertools.product(*tiles, (4, 8), (2, 3, 4))
-    ]
-    mesh = make_mesh(devices=[device])
+    tried = itertools.starmap(Launch, itertools.product(*tiles, (4, 8), (2, 3, 4)))
 
-    def compiled(launch: Launch) -> Any:
-        kernel = functools.partial(launched, kind, launch)
-        with jax.set_mesh(mesh):  # kernels ask the mesh where they will run
-            whole = jax.shard_map(kernel, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-            try:
-                return jax.jit(whole).lower(given, sizes_X).compile()
-            except jax.errors.JaxRuntimeError:  # more shared memory than the GPU has
-                return None
+    def kernel(launch: Launch, given: Inputs, sizes_X: Array) -> Array:
+        return launched(kind, launch, given, sizes_X)
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = pool.map(compiled, launches)
-        return {one: each for one, each in zip(launches, programs, strict=True) if each}
+    return programs(kernel, tried, (given, sizes_X), device)
 
 
 def quickest_launches(shape: Sequence[int]) -> str:
@@ -209,17 +194,17 @@ def quickest_launches(shape: Sequence[int]) -> str:
     given, sizes = inputs(shape), sizes_of(shape)
     rows = [["kernel", "tile", "warps", "stages", "even, ms", "uneven, ms"]]
     for kind in KINDS:
-        programs = programs_of(kind, given, sizes["even"], jax.devices()[0])
+        compiled = programs_of(kind, given, sizes["even"], device_of(None))
         even, uneven = (
             seconds(
                 {
                     str(one): functools.partial(each, given, sizes_X)
-                    for one, each in programs.items()
+                    for one, each in compiled.items()
                 }
             )
             for sizes_X in sizes.values()
         )
-        for one in sorted(programs, key=lambda one: even[str(one)])[:3]:
+        for one in sorted(compiled, key=lambda one: even[str(one)])[:3]:
             *tile, warps, stages = one
             times = (f"{each[str(one)] * 1e3:.3f}" for each in (even, uneven))
             rows.append([kind, " × ".join(map(str, tile)), str(warps), str(stages), *times])
@@ -228,13 +213,9 @@ def quickest_launches(shape: Sequence[int]) -> str:
 
 def compiled_for(target: str, shape: Sequence[int]) -> str:
     """Compiles all launches for an absent GPU, and counts those that fit into shared memory."""
-    device = targets.parse(target).devices()[0]
-    here = NamedSharding(make_mesh(devices=[device]), P())
-    shapes = jax.eval_shape(functools.partial(inputs, shape))
-    place = functools.partial(
-        jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    )
-    given, sizes_X = place(shapes), place(jax.ShapeDtypeStruct((shape[3],), jnp.int32))
+    device = device_of(target)
+    given = shapes_on(device, jax.eval_shape(functools.partial(inputs, shape)))
+    sizes_X = shapes_on(device, jax.ShapeDtypeStruct((shape[3],), jnp.int32))
     counts = [f"{len(programs_of(kind, given, sizes_X, device))} of {kind}" for kind in KINDS]
     return f"launches that compile for {target}: {', '.join(counts)}"
 

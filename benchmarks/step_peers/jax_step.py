@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lmlib.data.batch import Batch
-from step_peers.lmlib_step import planned_peak
+from step_peers.lmlib_step import planned_peak, used_peak
 from step_peers.work import Work
 
 Arrays = dict[str, jax.Array]
@@ -115,5 +115,8 @@ class BareJaxStep:
         jax.block_until_ready(self._state)
         return [float(loss) for loss in losses]
 
-    def peak_bytes(self) -> int | None:
+    def planned_bytes(self) -> int | None:
         return planned_peak(self._step)
+
+    def peak_bytes(self) -> int | None:
+        return used_peak()

@@ -57,8 +57,11 @@ class LmlibStep:
         jax.block_until_ready(self._state)
         return [float(loss) for loss in losses]
 
-    def peak_bytes(self) -> int | None:
+    def planned_bytes(self) -> int | None:
         return planned_peak(self._step)
+
+    def peak_bytes(self) -> int | None:
+        return used_peak()
 
 
 def planned_peak(step: jax.stages.Compiled) -> int | None:
@@ -67,3 +70,8 @@ def planned_peak(step: jax.stages.Compiled) -> int | None:
         return None
     analysis = step.memory_analysis()
     return getattr(analysis, "peak_memory_in_bytes", None) or None
+
+
+def used_peak() -> int | None:
+    """Returns the most bytes of the device that JAX has used; `None` on CPUs."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

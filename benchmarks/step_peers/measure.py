@@ -26,7 +26,6 @@ STEPS = 30  # of each contender; their losses must agree
 # thousands of such errors.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 OTHER_LOSSES = {"dense"}  # contenders with another model
-_SIDE, _TIMES = 2_048, 4  # side and number of the matrix products that XLA computes between turns
 
 
 @dataclasses.dataclass
@@ -36,12 +35,36 @@ class Measurement:
     losses: list[float] = dataclasses.field(default_factory=list)
     wall_seconds: list[float] = dataclasses.field(default_factory=list)
     cpu_seconds: list[float] = dataclasses.field(default_factory=list)
+    planned_bytes: int | None = None
     peak_bytes: int | None = None
+
+
+class MatrixProducts:
+    """XLA's products of square matrices, whose speed bounds that of a step.
+
+    The numbers are random, since a GPU multiplies equal numbers faster: it needs less power.
+    """
+
+    def __init__(self, precision: str):
+        self._on_cpu = jax.default_backend() == "cpu"
+        side, self._times = (2_048, 4) if self._on_cpu else (8_192, 20)
+        self._factor = jax.random.normal(jax.random.key(0), (side, side), precision)
+        self._product = jax.jit(jnp.matmul).lower(self._factor, self._factor).compile()
+        self._flops = self._times * 2 * side**3
+
+    def rate(self) -> float:
+        """Returns FLOPs per second, or per CPU-second on a CPU."""
+        clock = time.process_time if self._on_cpu else time.perf_counter
+        began = clock()
+        for _ in range(self._times):
+            result = self._product(self._factor, self._factor)
+        result.block_until_ready()
+        return self._flops / (clock() - began)
 
 
 @dataclasses.dataclass
 class Measurements:
-    """The steps of all contenders, and on a CPU XLA's FLOPs per CPU-second between the turns."""
+    """The steps of all contenders, and the rates of `MatrixProducts` between the turns."""
 
     work: Work
     of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
@@ -50,16 +73,9 @@ class Measurements:
     def add(self, contenders: Mapping[str, Contender]) -> None:
         """Runs all steps of these contenders, `TURN` at a time. CPU seconds cover all threads."""
         measurements = {name: Measurement() for name in contenders}
-        if on_cpu := jax.default_backend() == "cpu":
-            ones = jnp.ones((_SIDE, _SIDE), self.work.precision)
-            product = jax.jit(jnp.matmul).lower(ones, ones).compile()
+        products = MatrixProducts(self.work.precision)
         for start in range(0, self.work.steps, TURN):
-            if on_cpu:
-                cpu = time.process_time()
-                for _ in range(_TIMES):
-                    product(ones, ones).block_until_ready()
-                flops = _TIMES * 2 * _SIDE**3
-                self.product_rates += [flops / (time.process_time() - cpu)] * (start > 0)
+            self.product_rates += [products.rate()] * (start > 0)
             for name, contender in contenders.items():
                 found = measurements[name]
                 wall, cpu = time.perf_counter(), time.process_time()
@@ -68,6 +84,7 @@ class Measurements:
                     found.cpu_seconds.append(time.process_time() - cpu)
                     found.wall_seconds.append(time.perf_counter() - wall)
         for name, contender in contenders.items():
+            measurements[name].planned_bytes = contender.planned_bytes()
             measurements[name].peak_bytes = contender.peak_bytes()
         self.of |= measurements
 
@@ -91,8 +108,10 @@ class Measurements:
             for name, found in self.of.items()
         }
         unit = "tokens per CPU-second" if on_cpu else "tokens per second"
-        cpu_heads = ["tokens per second", "of matmul rate, causal", "whole"]
-        heads = cpu_heads if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
+        matmuls = statistics.median(self.product_rates)
+        gpu_heads = ["MFU causal", "whole", "planned GB", "peak GB"]
+        heads = ["tokens per second"] if on_cpu else gpu_heads
+        heads += ["of matmul rate, causal", "whole"]
         first = ["", unit, "turns, thousands", "lmlib ÷ it", *heads]
         rows = [[*first, "last loss", "largest difference"]]
         for name in [name for name in names if name in self.of]:
@@ -102,13 +121,12 @@ class Measurements:
             row.append(f"{statistics.median(speeds['lmlib']) / speed:.3f}")
             if on_cpu:
                 row.append(f"{statistics.median(rates(size.tokens, found.wall_seconds)):,.0f}")
-                most = statistics.median(self.product_rates)
-                row += [f"{flops * speed / most:.3f}" for flops in flops_per_token]
             else:
                 shares = [mfu(flops, speed, [device]) for flops in flops_per_token]
                 row += ["unknown" if share is None else f"{share:.1%}" for share in shares]
-                peak = found.peak_bytes
-                row.append("unknown" if peak is None else f"{peak / 1e9:.1f}")
+                sizes = found.planned_bytes, found.peak_bytes
+                row += ["" if count is None else f"{count / 1e9:.2f}" for count in sizes]
+            row += [f"{flops * speed / matmuls:.3f}" for flops in flops_per_token]
             row.append(f"{found.losses[-1]:.5f}")
             off = largest_difference(found.losses, self.of["lmlib"].losses)
             rows.append([*row, "other work" if name in OTHER_LOSSES else f"{off:.1e}"])

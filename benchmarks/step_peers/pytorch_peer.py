@@ -217,6 +217,9 @@ class TorchStep:
             torch.cuda.synchronize()
         return [loss.item() for loss in losses]
 
+    def planned_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None
 

@@ -130,8 +130,14 @@ class Contender(Protocol):
     def run(self, steps: range) -> list[float]:
         """Runs these steps, each with its own batch, and returns their losses in nats per token."""
 
+    def planned_bytes(self) -> int | None:
+        """Returns the peak device memory that the step's compiler planned; `None` if unknown."""
+
     def peak_bytes(self) -> int | None:
-        """Returns the peak device memory of the step in bytes, or `None` if unknown."""
+        """Returns the device memory that its library has used at most; `None` if unknown.
+
+        JAX counts from the start of the process, so only the process's first size is measured.
+        """
 
 
 def named_weights(model: Decoder) -> Weights:
