@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from jax import Array
 from launches import device_of, programs, shapes_on
 from turns import seconds
@@ -187,6 +187,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     if _COMPILE_ONLY.value:
         targets.prepare(targets.parse(_COMPILE_ONLY.value))
+    logging.set_verbosity(logging.WARNING)  # hides messages about missing devices
     choose_devices()
     if not _COMPILE_ONLY.value and jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")
