@@ -37,6 +37,9 @@ from lmlib.parallel.other_meshes import undivided_model
 Prompt = Sequence[int]
 ROUND = 64  # maximum number of tokens between two transfers to the host
 _SHORTEST_CHUNK = 16
+# XLA multiplies one row by a matrix in two kernels on NVIDIA GPUs. The first writes all terms to
+# memory, rounded to the dtype of the row, and the second reads them: three times the bytes.
+_LEAST_ROWS = {"cuda": 2}  # of each device
 _TOKENS_IN_CACHE = 1_024  # tokens of a chunk; its activations then fit in the cache of a CPU core
 _STOP_IDS = 8  # programs are compiled for multiples of this number
 _LENGTHS = 64  # caches made by `generate` are a multiple of this number of tokens long
@@ -53,7 +56,7 @@ class Generator:
       mesh: where the weights are placed; `None`: the mesh that they were made on, if any. Rows are
         never split over devices, for any mesh.
       compute: only `dtype` and `attention` are used; `None`: in `usual_dtype`.
-      rows: rows of a batch: prompts times samples.
+      rows: rows of a batch: prompts times samples. NVIDIA GPUs have at least two each.
       length: tokens of the longest row, including the prompt.
       chunk: number of tokens of each prompt that are computed at once; longer prompts need several
         chunks.
@@ -86,8 +89,9 @@ class Generator:
         if mesh is not None:
             model, mesh = undivided_model(model, mesh)
         self._mesh, self.length, self._chunk = mesh, length, chunk
-        self.rows = self._divisible(rows)
         with self._on_mesh():
+            least = _LEAST_ROWS.get(platform(), 1) * self._divisible(1)
+            self.rows = self._divisible(max(rows, least))
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             check_length(model, length, self._compute)
