@@ -54,6 +54,7 @@ class Answer:
     scores: list[Token] = dataclasses.field(default_factory=list)
     began: bool = False
     cancelled: bool = False
+    ended: bool = False
 
     @property
     def to_compute(self) -> int:
@@ -199,30 +200,27 @@ class Engine:
         answer.row = next(row for row in range(self.slots) if row not in taken)
         self._prefilling.append(answer)
 
-    def turn(self, others_wait: bool = False) -> list[Answer]:
+    def turn(self, others_wait: bool = False) -> None:
         """Computes a chunk of one prompt, then a few tokens of all answers.
 
-        Returns the answers that ended. After an exception, call `fail`.
+        After an exception, call `fail`.
         """
-        ended = [each for each in (*self._prefilling, *self._running) if each.cancelled]
-        for each in ended:
-            self._end(each, Update(ended="cancelled"))
+        for each in (*self._prefilling, *self._running):
+            if each.cancelled:
+                self._end(each, Update(ended="cancelled"))
         if self._cache is None:
             self._make_cache(self._most)
         if self._prefilling:
-            ended += self._prefill(self._next_to_prefill())
+            self._prefill(self._next_to_prefill())
         if self._running:
-            ended += self._decode(others_wait or bool(self._prefilling))
-        return ended
+            self._decode(others_wait or bool(self._prefilling))
 
-    def fail(self, error: Exception) -> list[Answer]:
+    def fail(self, error: Exception) -> None:
         """Ends all answers; the next turn makes the cache again."""
         self._cache = None
-        every = [*self._prefilling, *self._running]
         text = str(error).strip().partition("\n")[0][:200]
-        for each in every:
+        for each in (*self._prefilling, *self._running):
             self._end(each, Update(ended=f"failed: {type(error).__name__}: {text}"))
-        return every
 
     # Memory
 
@@ -311,23 +309,22 @@ class Engine:
             return min(self._prefilling, key=lambda each: each.left)
         return self._prefilling[0]
 
-    def _prefill(self, answer: Answer) -> list[Answer]:
+    def _prefill(self, answer: Answer) -> None:
         if not answer.began:
             self._reuse(answer)
         if answer.left > 0:
             self._compute_chunk(answer)
         if answer.left > 0:
-            return []
-        self._prefilling.remove(answer)
+            return
         prompt = tuple(answer.scores)
         if answer.request.max_tokens == 0:
             self._end(answer, Update(prompt, ended="length"))
-            return [answer]
+            return
         if prompt:
             self._send(answer, Update(prompt))
         answer.newest = answer.request.prompt[-1]
+        self._prefilling.remove(answer)
         self._running.append(answer)
-        return []
 
     def _reuse(self, answer: Answer) -> None:
         """Puts the longest beginning of the prompt that is stored into the answer's row."""
@@ -364,14 +361,13 @@ class Engine:
             if row is not None:
                 self._copy(answer.row, row, end)
 
-    def _decode(self, hurry: bool) -> list[Answer]:
+    def _decode(self, hurry: bool) -> None:
         self._move_together()
         end, most = self._covering(1 + max(each.row for each in self._running)), self.rows[-1]
         limit = min(
             _HURRIED if hurry else ROUND,
             max(each.request.max_tokens - each.made for each in self._running),
         )
-        ended = []
         calls = ((each.row // most * most, each.request.adapter) for each in self._running)
         for first, name in dict.fromkeys(calls):
             answers = [
@@ -394,9 +390,6 @@ class Engine:
                     self._end(each, update._replace(ended="length"))
                 else:
                     self._send(each, update)
-                    continue
-                ended.append(each)
-        return ended
 
     def _call(
         self, adapter: str | None, answers: Sequence[Answer], first: int, rows: int, limit: int
@@ -427,6 +420,7 @@ class Engine:
                 answer.row = row
 
     def _end(self, answer: Answer, update: Update) -> None:
+        answer.ended = True
         for some in (self._prefilling, self._running):
             if answer in some:
                 some.remove(answer)

@@ -143,11 +143,11 @@ class Service:
                 if not (engine.running or engine.prefilling):
                     continue
                 try:
-                    ended = engine.turn(others_wait=len(place.queue) > 0)
+                    engine.turn(others_wait=len(place.queue) > 0)
                 except Exception as error:  # of XLA, or of a model's own code
                     _log.exception("a step failed; its answers end")
-                    ended = engine.fail(error)
-                for answer in ended:
+                    engine.fail(error)
+                for answer in [each for each in place.begun if each.ended]:
                     took = time.monotonic() - place.begun.pop(answer)
                     place.seconds += 0.1 * (took - place.seconds)
 

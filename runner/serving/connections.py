@@ -153,6 +153,7 @@ def bound(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen()  # at once: without it, another server could bind while the models load
         return found
     except (OSError, UnicodeError) as error:
         raise ConfigError(

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from outsider_runs import EIGHT, SIZES, compiled, experiment, trained
 from sentinels import sentinels
 
+from lmlib.adapters.lora import with_adapters
 from lmlib.compute import Compute
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
@@ -20,6 +21,8 @@ from lmlib.models.matmul import matmul
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.optim.adamw import adamw
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.matrix import dense
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import named_weights
 
@@ -225,6 +228,15 @@ def test_a_stacked_matrix_has_the_scales_of_each_layer_alone():
                 values, scale = rounded(array_LIO[layer], summed, jnp.int8)
                 np.testing.assert_array_equal(found.values[layer], values)
                 np.testing.assert_array_equal(found.scale[layer], scale)
+
+
+def test_adapters_stay_as_they_are_beside_a_rounded_base():
+    one = llama(vocab=64, embed=16, layers=1, heads=2, mlp=32, key=jax.random.key(0))
+    one = with_adapters(one, paths=("*mlp.up",), rank=2, key=jax.random.key(1))
+    found, given = (model.stack.patterns[0][0].mlp.up for model in (map_weights(in_int8, one), one))
+    assert found.down is given.down and found.up is given.up
+    np.testing.assert_allclose(dense(found), dense(given), atol=1e-2)
+    assert found.base.values.dtype == jnp.int8
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])

@@ -11,6 +11,7 @@ import pytest
 from served import (
     FLOAT32,
     LENGTH,
+    SLOTS,
     SYSTEM,
     Asked,
     V,
@@ -30,8 +31,10 @@ from lmlib.adapters.lora import merged, with_adapters
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.generate.sampling import allowed, numbers_of, rules_of
 from lmlib.models.families.phi import phi3
+from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
+from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.serve import Engine, Request
 
 PROMPTS = [(5,), (3, 1, 4, 1, 5, 9, 2, 6), SYSTEM[:128], SYSTEM[:129], SYSTEM]
@@ -176,8 +179,11 @@ def test_the_beginning_of_a_prompt_is_reused():
 
 
 @pytest.mark.landing
-def test_an_adapter_answers_as_the_merged_model():
+@pytest.mark.parametrize("int8", [False, True])
+def test_an_adapter_answers_as_the_merged_model(int8):
     model = made(small_llama)
+    if int8:  # values that the engine rounds to themselves
+        model = jax.tree.map(dense, map_weights(in_int8, model), is_leaf=is_matrix)
 
     def adapted(seed):
         one = with_adapters(model, rank=4, key=jax.random.key(seed))
@@ -191,7 +197,7 @@ def test_an_adapter_answers_as_the_merged_model():
         return map_weights(changed, one)
 
     adapters = {"one": adapted(1), "other": adapted(2)}
-    engine = engine_of(small_llama, adapters=adapters)
+    engine = Engine(model, None, FLOAT32, SLOTS, LENGTH, 3, int8, adapters)
     names = [None, "one", "other", None, "one"]
     asked = [Asked(greedy(PROMPTS[1], adapter=name)) for name in names]
     heard = answers(engine, asked)

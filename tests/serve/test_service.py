@@ -193,7 +193,20 @@ def test_a_step_that_fails_ends_its_answers_alone():
     assert client.end().startswith("failed: ")
     after = Client(service, request())
     assert after.end() == "length" and after.tokens == before.tokens
-    service.close(finish=True)
+
+    failed = queue.Queue()
+
+    def leave(update):
+        if not update.ended:
+            service.submit("small", request(prompt=(1, 13)), failed.put)
+            raise OSError("gone")  # this answer ends in the turn that fails
+
+    service.submit("small", request(40), leave)
+    assert failed.get(timeout=300).ended.startswith("failed: ")
+    closing = threading.Thread(target=service.close, args=(True,), daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.models.matmul import matmul
+from lmlib.models.matrices.lora import DOWN_RANK, UP_RANK
 from lmlib.models.matrices.quantized import rounded
 from lmlib.models.weights import Random, ones
 from lmlib.parallel.axes import METADATA, Declaration, Weight
@@ -75,10 +76,11 @@ def in_int8(weight: Weight, array: Array) -> Any:
     """Converts the array of `weight` to an `Int8` if it multiplies activations; otherwise returns
     it.
 
-    Weights with a vocabulary axis or their own dtype stay as they are.
+    Weights with a vocabulary axis or their own dtype, and adapters, stay as they are.
     """
     declared = weight.declaration
-    if not declared.multiplied or declared.dtype is not None or "vocab" in weight.axes:
+    stay = not {"vocab", DOWN_RANK, UP_RANK}.isdisjoint(weight.axes)
+    if not declared.multiplied or declared.dtype is not None or stay:
         return array
     assert isinstance(declared.initial, Random)
     summed = declared.initial.summed

@@ -17,6 +17,7 @@ from lmlib import hf
 from lmlib.adapters.lora import with_adapters
 from lmlib.parallel.axes import map_weights
 from runner import load
+from runner.errors import ConfigError
 
 openai = pytest.importorskip("openai", reason="needs lmlib[test]")
 pytest.importorskip("uvicorn", reason="needs lmlib[serve]")
@@ -118,6 +119,14 @@ def test_a_port_in_use_is_a_sentence(models):
         ended = run_forked("-m", "runner.serve", f"--from={models['base']}", f"--port={port}")
     assert ended.returncode == 2
     assert f"--port={port}: Address already in use; give another --port" in ended.stderr
+
+
+def test_a_port_is_taken_before_the_models_are_loaded():
+    from runner.serving.connections import bound
+
+    message = "Address already in use; give another --port"
+    with bound("127.0.0.1", 0) as first, pytest.raises(ConfigError, match=message):
+        bound("127.0.0.1", first.getsockname()[1])
 
 
 def test_without_the_extra_a_sentence_says_what_to_install(models):
