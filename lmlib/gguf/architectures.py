@@ -313,6 +313,13 @@ def _read_qwen3_next(settings: dict[str, Any], config: Config) -> dict[str, Any]
     }
 
 
+def _gelu(config: Config) -> dict[str, Any]:
+    """Raises ValueError unless the MLPs have a GELU, which llama.cpp has in its tanh form alone."""
+    if not (activation := config["hidden_act"]).startswith("gelu"):
+        raise ValueError(f"llama.cpp has gpt_neox only with GELUs, not hidden_act = {activation}")
+    return {}
+
+
 _RECURRENT = "attention.recurrent_layers"
 _GEMMA = _KEYS | _HEAD | {WINDOW: "sliding_window"}
 _LLAMA = Architecture("llama", _KEYS | _HEAD, changes=PAIRS)
@@ -502,5 +509,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope.freq_base": "rotary_emb_base",
         },
         changes={"query_key_value.weight": BY_HEAD, "query_key_value.bias": BY_HEAD},
+        writes=_gelu,
     ),
 }

@@ -13,6 +13,7 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _SCALING = "rope.scaling."
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all that Meta published
 _SHARPNESS = "mscale_all_dim"  # of DeepSeek's yarn
+_WITH_FREQUENCIES = ("llama", "mixtral", "granite", "granitemoehybrid")  # that llama.cpp reads
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
@@ -36,6 +37,8 @@ def written(config: Config, longest: int) -> tuple[dict[str, Any], dict[str, np.
     if kind in ("default", "dynamic"):  # a dynamic one has no effect up to the longest text
         return settings, {}
     if kind == "llama3":
+        if (family := config["model_type"]) not in _WITH_FREQUENCIES:
+            raise ValueError(f"llama.cpp has {family} only without rope_type = llama3")
         return settings, {FREQUENCIES: _llama3(rope, head_dim(config))}
     settings[_SCALING + "type"] = kind
     if kind == "linear":

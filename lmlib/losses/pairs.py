@@ -19,7 +19,7 @@ from lmlib.losses.fused import fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Objective, ReferenceModel
 from lmlib.losses.token_losses import TokenResults, token_losses, token_results
-from lmlib.models.matrices.lora import without_adapters
+from lmlib.models.matrices.lora import map_adapted, without_adapters
 from lmlib.models.model import Model
 from lmlib.parallel.rows import gathered_rows, split_rows
 from lmlib.parallel.selection import named_weights
@@ -201,8 +201,10 @@ class PairedObjective(Objective):
             )
         if reference_model is not None or not self.uses_reference:
             return
-        bases = named_weights(without_adapters(model))
-        changing = [path for path in trained or bases if path.rpartition(".")[0] not in bases]
+        adapters = set[str]()
+        map_adapted(lambda path, _: adapters.add(path), model)
+        trained = trained or named_weights(without_adapters(model)).keys()
+        changing = [path for path in trained if path.rpartition(".")[0] not in adapters]
         if changing:
             raise ValueError(
                 "without reference_from the reference is the model with its adapters switched off, "

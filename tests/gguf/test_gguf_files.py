@@ -298,6 +298,12 @@ def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
         other = {"model_type": "qwen2", "rope_scaling": rope | {key: value}}
         with pytest.raises(ValueError, match=f"yarn only with {key} = .*, not {value:g}"):
             saved(tmp_path, other)
+    swish = gguf_models.CONFIGS["gpt_neox"] | {"hidden_act": "silu"}
+    with pytest.raises(ValueError, match="gpt_neox only with GELUs, not hidden_act = silu"):
+        saved(tmp_path, swish)
+    llama3 = gguf_models.CONFIGS["llama_3_1"] | {"model_type": "qwen3"}
+    with pytest.raises(ValueError, match="qwen3 only without rope_type = llama3"):
+        saved(tmp_path, llama3)
     assert not any(tmp_path.iterdir())
 
 

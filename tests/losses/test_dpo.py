@@ -12,7 +12,7 @@ from bigram import Bigram
 from sentinels import sentinels
 
 from lmlib import train
-from lmlib.adapters.lora import with_adapters
+from lmlib.adapters.lora import lora, with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.dpo import DPO
@@ -21,8 +21,10 @@ from lmlib.losses.pairs import PairedObjective, Pairs
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.lora import map_adapted
 from lmlib.optim.optimizer import Optimizer, as_declared
+from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.recipe import MATRICES, Recipe
 from lmlib.row_order import places
 from lmlib.state import Training, abstract_model, initial_state
 
@@ -259,6 +261,17 @@ def test_adapters_drop_nothing():
 
     model = adapted(dropout=0.5)
     np.testing.assert_array_equal(minimised(model, jax.random.key(2)), minimised(model, None))
+
+
+@pytest.mark.parametrize("frozen_dtype", ["bfloat16", *MATRICES])
+def test_the_reference_of_adapters_may_be_in_any_frozen_dtype(frozen_dtype):
+    large = functools.partial(llama, vocab=V, embed=64, layers=1, heads=2, mlp=64)
+    recipe = Recipe(functools.partial(lora, large, rank=2, alpha=2.0), 0, adapters(), frozen_dtype)
+    DPO().check(recipe.abstract_model, None, recipe.trained)
+    more = {"norms": Group(paths=("*norm.scale",))}
+    others = dataclasses.replace(recipe, groups=adapters() | more)
+    with pytest.raises(ValueError, match=r"switched off, but \S+norm.scale trains and is no ad"):
+        DPO().check(others.abstract_model, None, others.trained)
 
 
 @pytest.mark.slow
