@@ -4,25 +4,17 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairedObjective, PairSums
-from lmlib.losses.preferences.rewards import (
-    AGAINST_REFERENCE,
-    check_smoothing,
-    reward_metrics,
-    reward_sums,
-    smoothed,
-    times,
-)
+from lmlib.losses.objective import Metric
+from lmlib.losses.pairs import PairSums, Responses
+from lmlib.losses.preferences.rewards import ImplicitRewards, check_smoothing, smoothed
 
 
 @dataclasses.dataclass(frozen=True)
-class DPO(PairedObjective):
+class DPO(ImplicitRewards):
     """Direct preference optimisation: -log σ(β · m) for each pair of responses.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. See `lmlib.losses.pairs.Pairs` for the
@@ -53,24 +45,18 @@ class DPO(PairedObjective):
     rows_may_be_split = True
     loss_name = "DPO loss"
 
-    beta: float = 0.1
+    loss_metric = Metric("nats per pair", text="-log σ(reward margin), with label smoothing")
+
     label_smoothing: float = 0.0
     robust: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("beta", self.beta)
+        super().__post_init__()
         check_smoothing(self.label_smoothing)
 
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        return reward_metrics("-log σ(reward margin), with label smoothing", AGAINST_REFERENCE)
-
-    def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        assert pairs.gains is not None
-        rewards = times(self.beta, pairs.gains)
-        margin_BS = rewards.chosen_BS - rewards.rejected_BS
-        loss_BS = smoothed(margin_BS, self.label_smoothing)
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        loss_BS = smoothed(rewards.margin_BS, self.label_smoothing)
         if self.robust:
-            wrong_BS = self.label_smoothing * jax.nn.log_sigmoid(-margin_BS)
+            wrong_BS = self.label_smoothing * jax.nn.log_sigmoid(-rewards.margin_BS)
             loss_BS = (loss_BS + 2 * wrong_BS) / (1 - 2 * self.label_smoothing)
-        return reward_sums(loss_BS, rewards, pairs.log_p, pairs)
+        return loss_BS

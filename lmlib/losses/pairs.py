@@ -38,6 +38,17 @@ class Responses(NamedTuple):
     chosen_BS: Float[Array, "b s"]
     rejected_BS: Float[Array, "b s"]
 
+    @property
+    def margin_BS(self) -> Float[Array, "b s"]:
+        return self.chosen_BS - self.rejected_BS
+
+    def times(self, factor: float) -> "Responses":
+        return Responses(factor * self.chosen_BS, factor * self.rejected_BS)
+
+    def per_token(self, tokens: "Responses") -> "Responses":
+        """The means over the tokens of each response."""
+        return Responses(self.chosen_BS / tokens.chosen_BS, self.rejected_BS / tokens.rejected_BS)
+
 
 class Chosen(NamedTuple):
     """The cross-entropy of the chosen responses, for losses that also imitate them.
@@ -72,6 +83,11 @@ class PairSums(NamedTuple):
     chosen: Chosen
     whole: WholeBatch
     labels_BS: Bool[Array, "b s"] | None = None  # True if the label is; `None` without labels
+
+    @property
+    def mean_log_p(self) -> Responses:
+        """The mean log-probability of a token of each response."""
+        return self.log_p.per_token(self.tokens)
 
 
 class Pairs(NamedTuple):

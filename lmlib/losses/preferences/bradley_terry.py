@@ -4,7 +4,6 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.objective import LossSums, Metric, Objective
+from lmlib.losses.objective import LossSums, Metric, Objective, check_not_negative
 from lmlib.losses.pairs import Pairs
 from lmlib.models.reward import RewardModel
 
@@ -43,8 +42,7 @@ class BradleyTerry(Objective):
     center: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.center < math.inf:
-            raise ValueError(f"center must not be negative or infinite, got {self.center}")
+        check_not_negative("center", self.center)
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -78,7 +76,7 @@ class BradleyTerry(Objective):
         with jax.named_scope("loss"):
             pairs = Pairs.of(batch)
             rewards = pairs.last(model.scores(found.h_BSE, compute))
-            margin_BS = rewards.chosen_BS - rewards.rejected_BS
+            margin_BS = rewards.margin_BS
             sum_BS = rewards.chosen_BS + rewards.rejected_BS
             values = {
                 "loss": -jax.nn.log_sigmoid(margin_BS) + self.center * jnp.square(sum_BS),

@@ -4,22 +4,13 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
 
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairSums
+from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.pairs import PairSums, Responses
 from lmlib.losses.preferences.imitation import PairedImitation
-from lmlib.losses.preferences.rewards import (
-    SUMMED,
-    check_smoothing,
-    reward_metrics,
-    reward_sums,
-    smoothed,
-    times,
-)
+from lmlib.losses.preferences.rewards import check_smoothing, smoothed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +31,15 @@ class CPO(PairedImitation):
     rows_may_be_split = True
     loss_name = "CPO loss"
 
-    beta: float = 0.1
+    loss_metric = Metric("nats per pair", text="-log σ(reward margin), with label smoothing")
+
     label_smoothing: float = 0.0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("beta", self.beta)
+        super().__post_init__()
         check_smoothing(self.label_smoothing)
-        if not 0 <= self.weight < math.inf:
-            raise ValueError(f"weight must not be negative or infinite, got {self.weight}")
+        check_not_negative("weight", self.weight)
 
-    @property
-    def preference_metrics(self) -> Mapping[str, Metric]:
-        return reward_metrics("-log σ(reward margin), with label smoothing", SUMMED)
-
-    def preferences(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        rewards = times(self.beta, pairs.log_p)
-        margin_BS = rewards.chosen_BS - rewards.rejected_BS
-        return reward_sums(smoothed(margin_BS, self.label_smoothing), rewards, pairs.log_p, pairs)
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        return smoothed(rewards.margin_BS, self.label_smoothing)

@@ -4,48 +4,37 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from lmlib.losses.objective import Metric
-from lmlib.losses.pairs import PairedObjective, PairSums
+from lmlib.losses.pairs import PairSums
+from lmlib.losses.preferences.rewards import ImplicitRewards
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedImitation(PairedObjective):
-    """A loss of pairs, plus a weighted cross-entropy of the chosen responses.
+class PairedImitation(ImplicitRewards):
+    """A loss of rewards, plus a weighted cross-entropy of the chosen responses.
 
     The first is a mean over the pairs of a batch, the second over the targets of all its chosen
-    responses (`PairSums.chosen`), as in TRL. A subclass defines `preferences` and
-    `preference_metrics`; both have a "loss".
+    responses (`PairSums.chosen`), as in TRL.
 
-    Reports `loss`, the sum of both; `preference_loss`; `cross_entropy`, nats per target; and
-    `chosen_targets`, per pair.
+    Reports `loss`, the sum of both; `preference_loss`; `cross_entropy`, nats per target;
+    `chosen_targets`, per pair; and the other metrics of `ImplicitRewards`.
     """
 
     uses_reference = False
     weight = 1.0  # of the cross-entropy
 
     @property
-    @abstractmethod
-    def preference_metrics(self) -> Mapping[str, Metric]:
-        """The metrics of `preferences`."""
-
-    @abstractmethod
-    def preferences(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        """Returns the values of `preference_metrics` for each pair, at its last token."""
-
-    @property
     def metrics(self) -> Mapping[str, Metric]:
-        of_pairs = self.preference_metrics
         text = f"preference loss + {self.weight:g} · cross-entropy"
         return {
-            **of_pairs,
+            **super().metrics,
             "loss": Metric("nats", text=text),
-            "preference_loss": of_pairs["loss"],
+            "preference_loss": self.loss_metric,
             "cross_entropy": Metric("nats per target", text="-log p of the chosen responses"),
             "chosen_targets": Metric("per pair", text="targets of the cross-entropy"),
         }
@@ -57,7 +46,7 @@ class PairedImitation(PairedObjective):
         return {**super().means(per_unit), "cross_entropy": cross_entropy, "loss": loss}
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        found, chosen, whole = self.preferences(pairs), pairs.chosen, pairs.whole
+        found, chosen, whole = super().of_pairs(pairs), pairs.chosen, pairs.whole
         of_pair_BS = chosen.nats_BS * (whole.pairs / whole.chosen_targets)
         return {
             **found,

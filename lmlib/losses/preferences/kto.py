@@ -4,7 +4,6 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairedObjective, PairSums, Responses
-from lmlib.losses.preferences.rewards import AGAINST_REFERENCE, reward_metrics, reward_sums, times
+from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.pairs import PairSums, Responses
+from lmlib.losses.preferences.rewards import ImplicitRewards
 
 
 @dataclasses.dataclass(frozen=True)
-class KTO(PairedObjective):
+class KTO(ImplicitRewards):
     """Kahneman-Tversky optimisation: weight · (1 - σ(±β · (g - z))) for each answer.
 
     The sign is + for desirable answers, and g = log π(answer) - log π_ref(answer). z estimates
@@ -40,29 +39,26 @@ class KTO(PairedObjective):
 
     rows_may_be_split = True
     loss_name = "KTO loss"
+    loss_metric = Metric("per answer", text="1 - σ(±β · (gain - KL)), weighted")
     units = "answers"
     compares_pairs = False
     reads_labels = True
     needs_whole_gain = True
 
-    beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("beta", self.beta)
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not 0 <= (weight := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} must not be negative or infinite, got {weight}")
+        super().__post_init__()
+        check_not_negative("desirable_weight", self.desirable_weight)
+        check_not_negative("undesirable_weight", self.undesirable_weight)
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        text = "1 - σ(±β · (gain - KL)), weighted"
-        found = dict(reward_metrics(text, AGAINST_REFERENCE))
+        found = dict(super().metrics)
         del found["reward_accuracy"]
         return {
             **found,
-            "loss": Metric("per answer", text=text),
             "kl": Metric("nats per answer", True, "estimated KL from the reference"),
             "desirable": Metric("of answers", text="answers that are desirable"),
         }
@@ -74,25 +70,32 @@ class KTO(PairedObjective):
                 found[name] = per_unit[name] / (share + (share == 0))
         return found | {"reward_margin": found["chosen_reward"] - found["rejected_reward"]}
 
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        assert pairs.gains is not None and pairs.labels_BS is not None
+        gain_BS = pairs.gains.chosen_BS + pairs.gains.rejected_BS  # one of them is 0
+        sign_BS = jnp.where(pairs.labels_BS, 1.0, -1.0)
+        weight_BS = jnp.where(pairs.labels_BS, self.desirable_weight, self.undesirable_weight)
+        return weight_BS * jax.nn.sigmoid(-sign_BS * self.beta * (gain_BS - _kl(pairs)))
+
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        assert pairs.gains is not None
         if pairs.labels_BS is None:
             raise ValueError("KTO needs labels in batches: prepare the data with --labels")
-        gain_BS, good_BS = pairs.gains.chosen_BS, pairs.labels_BS
-        kl = jnp.maximum(pairs.whole.rejected_gain / pairs.whole.pairs, 0)
-        sign_BS = jnp.where(good_BS, 1.0, -1.0)
-        weight_BS = jnp.where(good_BS, self.desirable_weight, self.undesirable_weight)
-        loss_BS = weight_BS * jax.nn.sigmoid(-sign_BS * self.beta * (gain_BS - kl))
-        good_BS = good_BS.astype(gain_BS.dtype)
+        assert pairs.gains is not None
+        good_BS = pairs.labels_BS.astype(pairs.gains.chosen_BS.dtype)
 
         def apart(of_answers: Responses) -> Responses:
             """The values of answers, as chosen if they are desirable and as rejected if not."""
             return Responses(good_BS * of_answers.chosen_BS, (1 - good_BS) * of_answers.chosen_BS)
 
         answers = pairs._replace(
-            tokens=apart(pairs.tokens), likeliest=apart(pairs.likeliest), logits=apart(pairs.logits)
-        )
-        rewards = apart(times(self.beta, pairs.gains))
-        found = reward_sums(loss_BS, rewards, apart(pairs.log_p), answers)
+            log_p=apart(pairs.log_p), gains=apart(pairs.gains), tokens=apart(pairs.tokens),
+            likeliest=apart(pairs.likeliest), logits=apart(pairs.logits),
+        )  # fmt: skip
+        found = super().of_pairs(answers)
         del found["reward_accuracy"]
-        return {**found, "kl": jnp.full_like(gain_BS, kl), "desirable": good_BS}
+        return {**found, "kl": jnp.full_like(good_BS, _kl(pairs)), "desirable": good_BS}
+
+
+def _kl(pairs: PairSums) -> Float[Array, ""]:
+    """The estimate of KL(π ‖ π_ref) from the other answers of the whole batch."""
+    return jnp.maximum(pairs.whole.rejected_gain / pairs.whole.pairs, 0)

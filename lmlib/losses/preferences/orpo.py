@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairSums
+from lmlib.losses.objective import Metric
+from lmlib.losses.pairs import PairSums, Responses
 from lmlib.losses.preferences.imitation import PairedImitation
-from lmlib.losses.preferences.rewards import (
-    PER_TOKEN,
-    per_token,
-    reward_metrics,
-    reward_sums,
-    times,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,28 +33,32 @@ class ORPO(PairedImitation):
 
     rows_may_be_split = True
     loss_name = "ORPO loss"
+    loss_metric = Metric("nats per pair", text="-β · log σ(difference of log odds)")
     learns_prompts = True
-
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_positive("beta", self.beta)
+    per_token = True
 
     @property
-    def preference_metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, Metric]:
         text = "log odds of the chosen response, minus the rejected one's"
         return {
-            **reward_metrics("-β · log σ(difference of log odds)", PER_TOKEN, "mean"),
+            **super().metrics,
             "log_odds_ratio": Metric("nats per pair", text=f"log σ({text})"),
             "log_odds_chosen": Metric("nats per pair", text=text),
         }
 
-    def preferences(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        means = per_token(pairs.log_p, pairs.tokens)
-        difference_BS = _log_odds(means.chosen_BS) - _log_odds(means.rejected_BS)
-        ratio_BS = jax.nn.log_sigmoid(difference_BS)
-        found = reward_sums(-self.beta * ratio_BS, times(self.beta, means), means, pairs)
-        return {**found, "log_odds_ratio": ratio_BS, "log_odds_chosen": difference_BS}
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        return -self.beta * jax.nn.log_sigmoid(_log_odds_chosen(pairs))
+
+    def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
+        chosen_BS = _log_odds_chosen(pairs)
+        found = {"log_odds_ratio": jax.nn.log_sigmoid(chosen_BS), "log_odds_chosen": chosen_BS}
+        return super().of_pairs(pairs) | found
+
+
+def _log_odds_chosen(pairs: PairSums) -> Float[Array, "b s"]:
+    """The log odds of the chosen response, minus those of the rejected one."""
+    means = pairs.mean_log_p
+    return _log_odds(means.chosen_BS) - _log_odds(means.rejected_BS)
 
 
 def _log_odds(log_p_BS: Float[Array, "b s"]) -> Float[Array, "b s"]:

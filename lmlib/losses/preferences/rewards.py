@@ -1,74 +1,81 @@
-"""Settings and metrics that the losses of preferences share.
+"""The base class of losses that compare the implicit rewards of responses.
 
 Shapes: B batch, S sequence.
 """
 
+import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric
-from lmlib.losses.pairs import PairSums, Responses
-
-AGAINST_REFERENCE = "β times the log-probability of the {} response, minus the reference's"
-SUMMED = "β times the log-probability of the {} response"
-PER_TOKEN = "β times the mean log-probability of a token of the {} response"
+from lmlib.losses.objective import Metric, check_positive
+from lmlib.losses.pairs import PairedObjective, PairSums, Responses
 
 
-def reward_metrics(loss: str, reward: str, of_log_p: str = "sum") -> Mapping[str, Metric]:
-    """Returns the metrics of `reward_sums`, after the loss.
+@dataclasses.dataclass(frozen=True)
+class ImplicitRewards(PairedObjective):
+    """A loss of rewards: β times log π - log π_ref of a response, or log π without a reference.
 
-    Args:
-      loss, reward: texts about the loss, and about a reward with {} for the response.
-      of_log_p: "sum" or "mean", over the tokens of a response.
+    A subclass defines `losses`, `loss_metric`, and `per_token = True` if rewards and reported
+    log-probabilities are means over the tokens of a response instead of sums.
+
+    Reports the metrics that `lmlib.losses.dpo.DPO` lists.
     """
-    return {
-        "loss": Metric("nats per pair", text=loss),
-        "reward_margin": Metric("nats per pair", True, "chosen minus rejected reward"),
-        "reward_accuracy": Metric("of pairs", True, "pairs with a positive reward margin"),
-        "chosen_reward": Metric("nats per response", text=reward.format("chosen")),
-        "rejected_reward": Metric("nats per response", text=reward.format("rejected")),
-        "chosen_log_probability": Metric("nats per response", text=f"{of_log_p} over its tokens"),
-        "rejected_log_probability": Metric("nats per response", text=f"{of_log_p} over its tokens"),
-        "chosen_tokens": Metric("per response"),
-        "rejected_tokens": Metric("per response"),
-        "chosen_logit": Metric("per token", text="mean over the vocabulary"),
-        "rejected_logit": Metric("per token", text="mean over the vocabulary"),
-        "token_accuracy": Metric(
-            "of tokens", text="tokens of chosen responses that were likeliest"
-        ),
-    }
 
+    loss_metric: ClassVar[Metric]  # the unit and the meaning of `losses`
+    per_token = False
 
-def reward_sums(
-    loss_BS: Float[Array, "b s"], rewards: Responses, log_p: Responses, pairs: PairSums
-) -> dict[str, Float[Array, "b s"]]:
-    """Returns the values of `reward_metrics` for each pair."""
-    margin_BS = rewards.chosen_BS - rewards.rejected_BS
-    return {
-        "loss": loss_BS,
-        "reward_margin": margin_BS,
-        "reward_accuracy": (margin_BS > 0).astype(margin_BS.dtype),
-        "chosen_reward": rewards.chosen_BS,
-        "rejected_reward": rewards.rejected_BS,
-        "chosen_log_probability": log_p.chosen_BS,
-        "rejected_log_probability": log_p.rejected_BS,
-        "chosen_tokens": pairs.tokens.chosen_BS,
-        "rejected_tokens": pairs.tokens.rejected_BS,
-        "chosen_logit": pairs.logits.chosen_BS,
-        "rejected_logit": pairs.logits.rejected_BS,
-        "token_accuracy": pairs.likeliest.chosen_BS,
-    }
+    beta: float = 0.1
 
+    def __post_init__(self) -> None:
+        check_positive("beta", self.beta)
 
-def times(beta: float, values: Responses) -> Responses:
-    return Responses(*(beta * each_BS for each_BS in values))
+    @abstractmethod
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        """Returns the loss of each pair, at its last token."""
 
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        log_p = "mean log-probability of a token of" if self.per_token else "log-probability of"
+        reference = ", minus the reference's" if self.uses_reference else ""
+        reward = f"β times the {log_p} the {{}} response{reference}"
+        over_tokens = f"{'mean' if self.per_token else 'sum'} over its tokens"
+        likeliest = "tokens of chosen responses that were likeliest"
+        return {
+            "loss": self.loss_metric,
+            "reward_margin": Metric("nats per pair", True, "chosen minus rejected reward"),
+            "reward_accuracy": Metric("of pairs", True, "pairs with a positive reward margin"),
+            "chosen_reward": Metric("nats per response", text=reward.format("chosen")),
+            "rejected_reward": Metric("nats per response", text=reward.format("rejected")),
+            "chosen_log_probability": Metric("nats per response", text=over_tokens),
+            "rejected_log_probability": Metric("nats per response", text=over_tokens),
+            "chosen_tokens": Metric("per response"),
+            "rejected_tokens": Metric("per response"),
+            "chosen_logit": Metric("per token", text="mean over the vocabulary"),
+            "rejected_logit": Metric("per token", text="mean over the vocabulary"),
+            "token_accuracy": Metric("of tokens", text=likeliest),
+        }
 
-def per_token(values: Responses, tokens: Responses) -> Responses:
-    """The means over the tokens of each response."""
-    return Responses(*(each / n for each, n in zip(values, tokens, strict=True)))
+    def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
+        log_p = pairs.mean_log_p if self.per_token else pairs.log_p
+        rewards = (log_p if pairs.gains is None else pairs.gains).times(self.beta)
+        return {
+            "loss": self.losses(rewards, pairs),
+            "reward_margin": rewards.margin_BS,
+            "reward_accuracy": (rewards.margin_BS > 0).astype(rewards.margin_BS.dtype),
+            "chosen_reward": rewards.chosen_BS,
+            "rejected_reward": rewards.rejected_BS,
+            "chosen_log_probability": log_p.chosen_BS,
+            "rejected_log_probability": log_p.rejected_BS,
+            "chosen_tokens": pairs.tokens.chosen_BS,
+            "rejected_tokens": pairs.tokens.rejected_BS,
+            "chosen_logit": pairs.logits.chosen_BS,
+            "rejected_logit": pairs.logits.rejected_BS,
+            "token_accuracy": pairs.likeliest.chosen_BS,
+        }
 
 
 def smoothed(margin_BS: Float[Array, "b s"], label_smoothing: float) -> Float[Array, "b s"]:

@@ -4,26 +4,16 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
 
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_positive
-from lmlib.losses.pairs import PairedObjective, PairSums
-from lmlib.losses.preferences.rewards import (
-    PER_TOKEN,
-    check_smoothing,
-    per_token,
-    reward_metrics,
-    reward_sums,
-    smoothed,
-    times,
-)
+from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.pairs import PairSums, Responses
+from lmlib.losses.preferences.rewards import ImplicitRewards, check_smoothing, smoothed
 
 
 @dataclasses.dataclass(frozen=True)
-class SimPO(PairedObjective):
+class SimPO(ImplicitRewards):
     """-log σ(β · m - γ) for each pair of responses.
 
     m is the mean log-probability of a token of the chosen response, minus that of the rejected one.
@@ -40,25 +30,18 @@ class SimPO(PairedObjective):
 
     rows_may_be_split = True
     loss_name = "SimPO loss"
+    loss_metric = Metric("nats per pair", text="-log σ(reward margin - γ), with label smoothing")
     uses_reference = False
+    per_token = True
 
     beta: float = 2.0
     gamma: float = 1.0
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_positive("beta", self.beta)
+        super().__post_init__()
         check_smoothing(self.label_smoothing)
-        if not 0 <= self.gamma < math.inf:
-            raise ValueError(f"gamma must not be negative or infinite, got {self.gamma}")
+        check_not_negative("gamma", self.gamma)
 
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        return reward_metrics("-log σ(reward margin - γ), with label smoothing", PER_TOKEN, "mean")
-
-    def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        means = per_token(pairs.log_p, pairs.tokens)
-        rewards = times(self.beta, means)
-        margin_BS = rewards.chosen_BS - rewards.rejected_BS
-        loss_BS = smoothed(margin_BS - self.gamma, self.label_smoothing)
-        return reward_sums(loss_BS, rewards, means, pairs)
+    def losses(self, rewards: Responses, pairs: PairSums) -> Float[Array, "b s"]:
+        return smoothed(rewards.margin_BS - self.gamma, self.label_smoothing)
