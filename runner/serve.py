@@ -140,7 +140,7 @@ def _serve(
     host = socket.gethostname().lower()
     hosts = {*LOOPBACK, *_PUBLIC_NAME.value, *(() if is_local else (host, _HOST.value.lower()))}
     service = Service(engines, _WAITING.value)
-    app = application(service, models, _WAITING.value, hosts, not is_local, key)
+    app = application(service, models, hosts, not is_local, key)
     url = f"http://{'localhost' if is_local else host}:{port}/  (Ctrl-C to stop)"
     server = EndingServer(
         app,

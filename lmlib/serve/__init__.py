@@ -2,7 +2,7 @@
 
 from lmlib.serve.engine import Engine
 from lmlib.serve.requests import MOST_STOP_IDS, MOST_TOP, Full, Load, Request, Token, Update
-from lmlib.serve.service import Service, Ticket
+from lmlib.serve.service import Service
 
 __all__ = [
     "MOST_STOP_IDS",
@@ -12,7 +12,6 @@ __all__ = [
     "Load",
     "Request",
     "Service",
-    "Ticket",
     "Token",
     "Update",
 ]

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
+import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from lmlib.generate.weights import Weights, ready
-from lmlib.models.matrices.lora import is_adapted
+from lmlib.models.matrices.lora import is_adapted, without_adapters
 from lmlib.models.model import Model
 
 
@@ -26,7 +26,7 @@ def with_base(
     """
     adapted = [x for x in jax.tree.leaves(adapter, is_leaf=is_adapted) if is_adapted(x)]
     of_tables = any("vocab" in each.axis_names["base"].split() for each in adapted)
-    if not adapted or of_tables or not _is_base_of(adapter, model):
+    if not adapted or of_tables or not eqx.tree_equal(without_adapters(adapter), model):
         raise ValueError(
             f"the adapter {name!r} must have the same base as the model, and change nothing but "
             "matrices of layers: otherwise merge it (lmlib.adapters.merged), and serve the result "
@@ -47,17 +47,3 @@ def with_base(
         is_leaf=lambda x: x is None or is_adapted(x),
     )
     return Weights(joined, base.table_EV)
-
-
-def _is_base_of(adapter: Model, model: Model) -> bool:
-    def same(one: Any, other: Any) -> bool:
-        ours, theirs = jax.tree.leaves(one.base if is_adapted(one) else one), jax.tree.leaves(other)
-        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
-
-    def equal(x: Any, y: Any) -> bool:
-        return x is y or (x.shape == y.shape and bool(jnp.array_equal(x, y)))
-
-    try:
-        return all(jax.tree.leaves(jax.tree.map(same, adapter, model, is_leaf=is_adapted)))
-    except ValueError:  # trees of other structures
-        return False

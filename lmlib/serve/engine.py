@@ -3,6 +3,7 @@
 A prompt is computed alone, in chunks, then its row joins the rows that grow by a token at a time.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -23,8 +24,8 @@ from lmlib.parallel.layout import COMPUTE, num_shards
 from lmlib.parallel.mesh import mesh_of
 from lmlib.serve.adapters import with_base
 from lmlib.serve.prefixes import Prefixes, beginnings_of
-from lmlib.serve.requests import MOST_STOP_IDS, Request, Token, Update
-from lmlib.serve.steps import ROUND, Made, Rows, empty, programs
+from lmlib.serve.requests import MOST_STOP_IDS, MOST_TOP, Request, Token, Update
+from lmlib.serve.steps import ROUND, Cache, Made, Rows, copy, decode, empty, prefill, score
 
 CHUNK = 128  # tokens of a prompt that are computed at once
 _SIZES = (16, 32, 64, CHUNK)  # of a prompt's last chunk
@@ -38,8 +39,9 @@ _log = logging.getLogger(__name__)
 class Answer:
     """The state of a request in an engine.
 
-    `computed` and `made` count tokens of the prompt in the cache, and new ones. `to_store` are
-    numbers of chunks after which the prompt is copied for reuse.
+    `computed` and `made` count tokens of the prompt in the cache, and new ones. `newest` is the
+    token to compute next; `NOTHING` while the prompt is computed. `to_store` are numbers of chunks
+    after which the prompt is copied for reuse.
     """
 
     request: Request
@@ -48,13 +50,14 @@ class Answer:
     computed: int = 0
     reused: int = 0
     made: int = 0
-    newest: int = -1
+    newest: int = NOTHING
     beginnings: list[bytes] = dataclasses.field(default_factory=list)
     to_store: set[int] = dataclasses.field(default_factory=set)
     scores: list[Token] = dataclasses.field(default_factory=list)
     began: bool = False
     cancelled: bool = False
     ended: bool = False
+    queue_turn: int = 0  # lower ones leave the queue of a `Service` first
 
     @property
     def to_compute(self) -> int:
@@ -119,23 +122,14 @@ class Engine:
             check_length(model, self.length, self._compute)
             settings = self._compute.dtype, mesh, True, int8
             base = weights.ready(model, *settings)
-            of_names: dict[str | None, weights.Weights] = {None: base}
+            self._weights: dict[str | None, weights.Weights] = {None: base}
             for name, adapter in (adapters or {}).items():
-                of_names[name] = with_base(name, adapter, model, base, settings)
-        self._model, self.adapters, self.tokens = base.model, tuple(adapters or ()), 0
-        self._prefilling: list[Answer] = []
-        self._running: list[Answer] = []
-        self._turns = 0
-        self._cache: list[jax.Array] | None = None
-        most = 2
-        while most < slots:
-            most *= 2
+                self._weights[name] = with_base(name, adapter, model, base, settings)
+        self.tokens = self._turns = 0  # tokens generated so far
+        self._answers: list[Answer] = []
+        self._cache: Cache | None = None
+        most = max(2, 1 << (slots - 1).bit_length())
         self._make_cache(most)
-        self._weights = {name: jax.tree.flatten(each) for name, each in of_names.items()}
-        self._programs = {
-            name: programs((structure, self._structure), self._compute)
-            for name, (_, structure) in self._weights.items()
-        }
         self.rows = self._equal_rows(most)
         self._compile_prefill()
 
@@ -158,31 +152,31 @@ class Engine:
                 f"the prompt has {len(prompt):,} tokens, and {request.max_tokens:,} more are to "
                 f"follow, but a text may have {most:,} at most"
             )
-        for name, least, end in (("seed", 0, 2**32), ("sample", 0, 2**31), ("top", 0, 21)):
-            if not least <= getattr(request, name) < end:
-                raise ValueError(
-                    f"{name} must be in [{least}, {end:,}), got {getattr(request, name)}"
-                )
+        for name, end in (("seed", 2**32), ("sample", 2**31), ("top", MOST_TOP + 1)):
+            if not 0 <= getattr(request, name) < end:
+                raise ValueError(f"{name} must be in [0, {end:,}), got {getattr(request, name)}")
         if len(request.stop_ids) > MOST_STOP_IDS:
             raise ValueError(
                 f"at most {MOST_STOP_IDS} tokens may end an answer, got {len(request.stop_ids)}"
             )
-        if request.adapter is not None and request.adapter not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
+        if request.adapter not in self._weights:
+            known = ", ".join(filter(None, self._weights)) or "none"
             raise ValueError(f"there is no adapter {request.adapter!r} (known: {known})")
 
     @property
-    def free(self) -> bool:
-        """True if another request can begin."""
-        return len(self._prefilling) + len(self._running) < self.slots
+    def free(self) -> int:
+        """The number of requests that can begin."""
+        return self.slots - len(self._answers)
 
     @property
-    def running(self) -> int:
-        return len(self._running)
+    def running(self) -> list[Answer]:
+        """Answers that grow."""
+        return [each for each in self._answers if each.newest != NOTHING]
 
     @property
-    def prefilling(self) -> int:
-        return len(self._prefilling)
+    def prefilling(self) -> list[Answer]:
+        """Answers whose prompts are computed, in the order in which they came."""
+        return [each for each in self._answers if each.newest == NOTHING]
 
     @property
     def prefixes(self) -> int:
@@ -192,34 +186,37 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """The size of the cache, on all devices together."""
-        return sum(each.nbytes for each in self._cache or ())
+        return sum(each.nbytes for each in jax.tree.leaves(self._cache))
 
     def begin(self, answer: Answer) -> None:
-        """Takes a row for a request that `check` accepts, while `free` is True."""
-        taken = {each.row for each in (*self._prefilling, *self._running)}
+        """Takes a row for a request that `check` accepts, while some are `free`."""
+        taken = {each.row for each in self._answers}
         answer.row = next(row for row in range(self.slots) if row not in taken)
-        self._prefilling.append(answer)
+        self._answers.append(answer)
 
     def turn(self, others_wait: bool = False) -> None:
         """Computes a chunk of one prompt, then a few tokens of all answers.
 
         After an exception, call `fail`.
         """
-        for each in (*self._prefilling, *self._running):
+        for each in [*self._answers]:
             if each.cancelled:
                 self._end(each, Update(ended="cancelled"))
         if self._cache is None:
             self._make_cache(self._most)
-        if self._prefilling:
-            self._prefill(self._next_to_prefill())
-        if self._running:
-            self._decode(others_wait or bool(self._prefilling))
+        if prompts := self.prefilling:
+            # The one with the least left, but in every second turn the one that came first.
+            self._turns += 1
+            shortest = min(prompts, key=lambda each: each.left)
+            self._prefill(shortest if self._turns % 2 else prompts[0])
+        if running := self.running:
+            self._decode(running, others_wait or len(running) < len(self._answers))
 
     def fail(self, error: Exception) -> None:
         """Ends all answers; the next turn makes the cache again."""
         self._cache = None
         text = str(error).strip().partition("\n")[0][:200]
-        for each in (*self._prefilling, *self._running):
+        for each in [*self._answers]:
             self._end(each, Update(ended=f"failed: {type(error).__name__}: {text}"))
 
     # Memory
@@ -232,13 +229,14 @@ class Engine:
         self._cache = None  # frees it before a new one is made
         with self._on_mesh():
             make = jax.jit(empty, static_argnums=(1, 2, 3))
-            shapes = jax.eval_shape(make, self._model, *sizes)
+            model = self._weights[None].model
+            shapes = jax.eval_shape(make, model, *sizes)
             devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
             try:
                 check_fits(f"a cache of {sizes[0]:,} × {self.length:,} tokens", shapes, devices)
             except MemoryError as error:
                 raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
-            self._cache, self._structure = jax.tree.flatten(make(self._model, *sizes))
+            self._cache = make(model, *sizes)
 
     def _equal_rows(self, most: int) -> tuple[int, ...]:
         """Returns numbers of rows for which a row's bits depend on no other row of the call.
@@ -295,19 +293,12 @@ class Engine:
     def _copy(self, source: int, target: int, length: int) -> None:
         numbers = (np.int32(each) for each in (source, target, length))
         with self._on_mesh():
-            self._cache = self._programs[None].copy(self._cache, *numbers)
+            self._cache = copy(self._cache, *numbers)
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     # Steps
-
-    def _next_to_prefill(self) -> Answer:
-        """The prompt with the least left, in every second turn the one that came first."""
-        self._turns += 1
-        if self._turns % 2:
-            return min(self._prefilling, key=lambda each: each.left)
-        return self._prefilling[0]
 
     def _prefill(self, answer: Answer) -> None:
         if not answer.began:
@@ -323,8 +314,6 @@ class Engine:
         if prompt:
             self._send(answer, Update(prompt))
         answer.newest = answer.request.prompt[-1]
-        self._prefilling.remove(answer)
-        self._running.append(answer)
 
     def _reuse(self, answer: Answer) -> None:
         """Puts the longest beginning of the prompt that is stored into the answer's row."""
@@ -346,13 +335,13 @@ class Engine:
         tokens_C, next_C = np.zeros((2, size), np.int32)
         tokens_C[: end - start] = request.prompt[start:end]
         numbers = (np.int32(each) for each in (start, end, answer.row))
-        run, (arrays, _) = self._programs[request.adapter], self._weights[request.adapter]
+        given = self._weights[request.adapter]
         with self._on_mesh():
-            self._cache, h_CE = run.prefill(arrays, self._cache, tokens_C, *numbers)
+            self._cache, h_CE = prefill(given, self._cache, tokens_C, *numbers, self._compute)
         if request.score_prompt:
             next_C[: end - start] = request.prompt[start + 1 : end + 1]
             with self._on_mesh():
-                made = run.score(arrays, h_CE, next_C, np.int32(request.top))
+                made = score(given, h_CE, next_C, np.int32(request.top), self._compute)
             answer.scores += _tokens(jax.device_get(made), 0, end - start, request.top)
         answer.computed = end
         chunks, rest = divmod(end, CHUNK)
@@ -361,20 +350,17 @@ class Engine:
             if row is not None:
                 self._copy(answer.row, row, end)
 
-    def _decode(self, hurry: bool) -> None:
-        self._move_together()
-        end, most = self._covering(1 + max(each.row for each in self._running)), self.rows[-1]
+    def _decode(self, running: Sequence[Answer], hurry: bool) -> None:
+        self._move_together(running)
+        end, most = self._covering(1 + max(each.row for each in running)), self.rows[-1]
         limit = min(
             _HURRIED if hurry else ROUND,
-            max(each.request.max_tokens - each.made for each in self._running),
+            max(each.request.max_tokens - each.made for each in running),
         )
-        calls = ((each.row // most * most, each.request.adapter) for each in self._running)
-        for first, name in dict.fromkeys(calls):
-            answers = [
-                each
-                for each in self._running
-                if each.request.adapter == name and 0 <= each.row - first < most
-            ]
+        calls = collections.defaultdict(list)
+        for each in running:
+            calls[each.row // most * most, each.request.adapter].append(each)
+        for (first, name), answers in calls.items():
             made = self._call(name, answers, first, min(most, end - first), limit)
             for each in answers:
                 new = int(np.sum(made.tokens_BN[each.row - first] != NOTHING))
@@ -395,10 +381,11 @@ class Engine:
         self, adapter: str | None, answers: Sequence[Answer], first: int, rows: int, limit: int
     ) -> Made:
         """Generates up to `limit` tokens of `answers`, in a call of `rows` from `first` on."""
-        run, (arrays, _) = self._programs[adapter].decode, self._weights[adapter]
         texts, numbers = _rows_of(answers, first, rows), (np.int32(first), np.int32(limit))
         with self._on_mesh():
-            self._cache, made = run(arrays, self._cache, texts, *numbers)
+            self._cache, made = decode(
+                self._weights[adapter], self._cache, texts, *numbers, self._compute
+            )
         host: Made = jax.device_get(made)
         return host
 
@@ -408,12 +395,12 @@ class Engine:
         last = next(each for each in (0, *self.rows) if each >= rest)
         return whole * self.rows[-1] + last
 
-    def _move_together(self) -> None:
+    def _move_together(self, running: Sequence[Answer]) -> None:
         """Moves running rows to free ones, if a call then needs fewer rows."""
-        fewest = self._covering(len(self._running))
-        taken = {each.row for each in (*self._prefilling, *self._running)}
+        fewest = self._covering(len(running))
+        taken = {each.row for each in self._answers}
         free = [row for row in range(fewest) if row not in taken]
-        beyond = [each for each in self._running if each.row >= fewest]
+        beyond = [each for each in running if each.row >= fewest]
         if len(beyond) <= len(free):
             for answer, row in zip(beyond, free, strict=False):
                 self._copy(answer.row, row, answer.to_compute + answer.made)
@@ -421,9 +408,7 @@ class Engine:
 
     def _end(self, answer: Answer, update: Update) -> None:
         answer.ended = True
-        for some in (self._prefilling, self._running):
-            if answer in some:
-                some.remove(answer)
+        self._answers.remove(answer)
         self._send(answer, update)
 
     def _send(self, answer: Answer, update: Update) -> None:

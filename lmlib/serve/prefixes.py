@@ -55,10 +55,8 @@ class Prefixes:
 
 def beginnings_of(adapter: str | None, prompt: Sequence[int], chunk: int) -> list[bytes]:
     """Returns digests of a prompt's first chunk, its first two, …, all of them full."""
-    digest = hashlib.blake2b(repr(adapter).encode(), digest_size=16).digest()
-    found = []
+    digest, found = hashlib.blake2b(repr(adapter).encode(), digest_size=16), []
     for start in range(0, len(prompt) - chunk + 1, chunk):
-        tokens = np.asarray(prompt[start : start + chunk], np.int32).tobytes()
-        digest = hashlib.blake2b(digest + tokens, digest_size=16).digest()
-        found.append(digest)
+        digest.update(np.asarray(prompt[start : start + chunk], np.int32).tobytes())
+        found.append(digest.digest())
     return found

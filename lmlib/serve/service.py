@@ -1,11 +1,11 @@
 """Serves requests of many threads with one or several engines, in a thread of its own."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from lmlib.serve.engine import Answer, Engine
 from lmlib.serve.requests import Full, Load, Request, Update
@@ -14,59 +14,33 @@ _WAIT = 1.0, 600.0  # shortest and longest estimate of a wait, in seconds
 _log = logging.getLogger(__name__)
 
 
-class Ticket:
-    """A request that was submitted."""
+@dataclasses.dataclass
+class _Place:
+    """An engine, the answers that wait for it, and the ones that it computes, with their starts.
 
-    def __init__(self, answer: Answer, changed: threading.Condition):
-        self._answer, self._changed = answer, changed
+    Clients take turns: each of them begins one answer in each `queue_turn`. `seconds` is a moving
+    average of the time of an answer.
+    """
 
-    def cancel(self) -> None:
-        """Ends the answer at the next step; from any thread, also if it has ended already."""
-        self._answer.cancelled = True
-        with self._changed:
-            self._changed.notify_all()
-
-
-class _Queue:
-    """Requests that wait for a row: clients take turns, and each one's come in their order."""
-
-    def __init__(self) -> None:
-        self._of_client: OrderedDict[str, deque[Answer]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._of_client.values()))
-
-    def __iter__(self) -> Iterator[Answer]:
-        return (each for answers in self._of_client.values() for each in answers)
+    engine: Engine
+    waiting: list[Answer] = dataclasses.field(default_factory=list)
+    begun: dict[Answer, float] = dataclasses.field(default_factory=dict)
+    queue_turn: int = 0
+    seconds: float = 1.0
 
     def add(self, answer: Answer) -> None:
-        self._of_client.setdefault(answer.request.client, deque()).append(answer)
+        """Lets a new answer wait; its turn comes after its client's other ones."""
+        client = answer.request.client
+        later = (each.queue_turn + 1 for each in self.waiting if each.request.client == client)
+        answer.queue_turn = max([self.queue_turn, *later])
+        self.waiting.append(answer)
 
     def next(self) -> Answer:
-        client, answers = next(iter(self._of_client.items()))
-        answer = answers.popleft()
-        self._of_client.move_to_end(client)
-        if not answers:
-            del self._of_client[client]
+        """Removes the answer that begins next."""
+        answer = min(self.waiting, key=lambda each: each.queue_turn)  # of several, the oldest
+        self.waiting.remove(answer)
+        self.queue_turn = answer.queue_turn
         return answer
-
-    def without_cancelled(self) -> list[Answer]:
-        """Removes and returns requests that were cancelled."""
-        found = [each for each in self if each.cancelled]
-        for each in found:
-            answers = self._of_client[each.request.client]
-            answers.remove(each)
-            if not answers:
-                del self._of_client[each.request.client]
-        return found
-
-
-class _Place:
-    """An engine with its queue; `seconds` is a moving average of the time of an answer."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.queue, self.seconds = engine, _Queue(), 1.0
-        self.begun: dict[Answer, float] = {}
 
 
 class Service:
@@ -78,17 +52,22 @@ class Service:
 
     def __init__(self, engines: Mapping[str, Engine], waiting: int = 256):
         self._places = {name: _Place(engine) for name, engine in engines.items()}
-        self._waiting = waiting
+        self.waiting = waiting
         self._changed = threading.Condition()
-        self._closing = self._dropping = False
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._thread.start()
 
-    def submit(self, model: str, request: Request, receive: Callable[[Update], None]) -> Ticket:
+    def submit(
+        self, model: str, request: Request, receive: Callable[[Update], None]
+    ) -> Callable[[], None]:
         """Queues a request; from any thread.
 
         `receive` is called in the thread of the engines, with each part of the answer; the last one
         has `ended`. If it raises an exception, the request is cancelled.
+
+        Returns:
+          A function that ends the answer at the next step; from any thread.
 
         Raises:
           ValueError: if there is no such model, or it cannot answer the request.
@@ -103,12 +82,16 @@ class Service:
         with self._changed:
             if self._closing:
                 raise RuntimeError("the service is shutting down and takes no more requests")
-            if len(place.queue) >= self._waiting:
-                estimate = place.seconds * (1 + len(place.queue) / place.engine.slots)
-                raise Full(len(place.queue), min(max(estimate, _WAIT[0]), _WAIT[1]))
-            place.queue.add(answer)
+            if len(place.waiting) >= self.waiting:
+                estimate = place.seconds * (1 + len(place.waiting) / place.engine.slots)
+                raise Full(len(place.waiting), min(max(estimate, _WAIT[0]), _WAIT[1]))
+            place.add(answer)
             self._changed.notify_all()
-        return Ticket(answer, self._changed)
+
+        def cancel() -> None:
+            answer.cancelled = True
+
+        return cancel
 
     def load(self) -> dict[str, Load]:
         """Returns the load of each engine."""
@@ -116,9 +99,9 @@ class Service:
             return {
                 name: Load(
                     place.engine.slots,
-                    place.engine.running,
-                    place.engine.prefilling,
-                    len(place.queue),
+                    len(place.engine.running),
+                    len(place.engine.prefilling),
+                    len(place.waiting),
                     place.engine.prefixes,
                     place.engine.tokens,
                 )
@@ -131,7 +114,10 @@ class Service:
         With `finish`, answers that have begun are completed first.
         """
         with self._changed:
-            self._closing, self._dropping = True, not finish
+            self._closing = True
+            for place in self._places.values():
+                for answer in (*place.waiting, *(() if finish else place.begun)):
+                    answer.cancelled = True
             self._changed.notify_all()
         self._thread.join()
 
@@ -139,44 +125,37 @@ class Service:
         while self._has_work():
             for place in self._places.values():
                 self._admit(place)
-                engine = place.engine
-                if not (engine.running or engine.prefilling):
+                if not place.begun:
                     continue
                 try:
-                    engine.turn(others_wait=len(place.queue) > 0)
+                    place.engine.turn(others_wait=len(place.waiting) > 0)
                 except Exception as error:  # of XLA, or of a model's own code
                     _log.exception("a step failed; its answers end")
-                    engine.fail(error)
-                for answer in [each for each in place.begun if each.ended]:
-                    took = time.monotonic() - place.begun.pop(answer)
-                    place.seconds += 0.1 * (took - place.seconds)
+                    place.engine.fail(error)
+                with self._changed:
+                    for answer in [each for each in place.begun if each.ended]:
+                        took = time.monotonic() - place.begun.pop(answer)
+                        place.seconds += 0.1 * (took - place.seconds)
 
     def _has_work(self) -> bool:
         """Waits for requests. False if none is left and the service closes."""
+
+        def is_busy() -> bool:
+            return any(place.begun or place.waiting for place in self._places.values())
+
         with self._changed:
-            while True:
-                for place in self._places.values():
-                    if self._dropping:
-                        for answer in place.begun:
-                            answer.cancelled = True
-                    for answer in place.queue if self._closing else ():
-                        answer.cancelled = True
-                if any(place.begun or len(place.queue) for place in self._places.values()):
-                    return True
-                if self._closing:
-                    return False
-                self._changed.wait()
+            self._changed.wait_for(lambda: is_busy() or self._closing)
+            return is_busy()
 
     def _admit(self, place: _Place) -> None:
+        """Begins as many answers as there are free rows; ends waiting ones that were cancelled."""
         with self._changed:
-            cancelled = place.queue.without_cancelled()
-            begin: list[Answer] = []
-            room = place.engine.slots - place.engine.running - place.engine.prefilling
-            while len(place.queue) and len(begin) < room:
-                begin.append(place.queue.next())
+            cancelled = [each for each in place.waiting if each.cancelled]
+            place.waiting = [each for each in place.waiting if not each.cancelled]
+            while place.waiting and place.engine.free:
+                answer = place.next()
+                place.begun[answer] = time.monotonic()
+                place.engine.begin(answer)
         for answer in cancelled:
             with contextlib.suppress(Exception):
                 answer.receive(Update(ended="cancelled"))
-        for answer in begin:
-            place.begun[answer] = time.monotonic()
-            place.engine.begin(answer)

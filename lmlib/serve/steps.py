@@ -1,7 +1,7 @@
 """Compiled programs of an engine, on rows of one cache.
 
 Rows of a call are adjacent. A text at negative positions is idle: it is not stored and changes no
-state. Programs take the arrays of their trees as lists, which JAX reads faster than modules.
+state.
 
 Shapes: B rows of a call, R rows of the cache, C tokens of a chunk of a prompt, N tokens of a call,
 T likeliest tokens, E embed, V vocab.
@@ -73,150 +73,128 @@ def empty(model: Model, rows: int, length: int, compute: Compute) -> Cache:
     return Cache(jax.tree.map(with_first, layers, is_leaf=_is_by_slot), seen_1RV)
 
 
-class Programs:
-    """The programs for models and caches of one structure; made by `programs`.
-
-    Args:
-      structures: of `Weights` and of `Cache`, as `jax.tree.structure` returns them.
-    """
-
-    def __init__(self, structures: tuple[Any, Any], compute: Compute):
-        self._structures, self._compute = structures, compute
-        self.prefill = jax.jit(self._prefill, donate_argnames="cache")
-        self.decode = jax.jit(self._decode, donate_argnames="cache")
-        self.copy = jax.jit(self._copy, donate_argnames="cache")
-        self.score = jax.jit(self._score)
-
-    def _trees(self, weights: list[Array], cache: list[Array]) -> tuple[Weights, Cache]:
-        of_weights, of_cache = self._structures
-        return jax.tree.unflatten(of_weights, weights), jax.tree.unflatten(of_cache, cache)
-
-    def _prefill(
-        self,
-        weights: list[Array],
-        cache: list[Array],
-        tokens_C: Int32[Array, "c"],
-        start: Int32[Array, ""],
-        end: Int32[Array, ""],
-        row: Int32[Array, ""],
-    ) -> tuple[list[Array], Float[Array, "c embed"]]:
-        """Adds a prompt's tokens from `start` to `end` to a row; also returns their features."""
-        given, rows = self._trees(weights, cache)
-        part = _rows(rows, row, 1)
-        tokens_1C = reshard(tokens_C[None], "batch seq")
-        positions_1C = start + jnp.zeros_like(tokens_1C) + jnp.arange(tokens_1C.shape[1])
-        positions_1C = jnp.where(positions_1C < end, positions_1C, -1)
-        context = self._context(positions_1C, end[None])
-        x_1CE, layers = advance(given.model, tokens_1C, context, part.layers)
-        h_CE = given.model.features(x_1CE, context)[0]
-        seen_1BV = _mark(part.seen_1RV, tokens_1C, positions_1C >= 0)
-        made = _with_rows(rows, Cache(layers, seen_1BV), row)
-        return jax.tree.leaves(made), reshard(h_CE, (None, "embed"))
-
-    def _context(self, positions_BS: Array, lengths_B: Array) -> ForwardContext:
-        alone = jnp.zeros_like(positions_BS)
-        lengths_B = reshard(lengths_B, "batch")
-        return ForwardContext(positions_BS, alone, self._compute, lengths_B=lengths_B)
-
-    def _decode(
-        self,
-        weights: list[Array],
-        cache: list[Array],
-        rows: Rows,
-        first: Int32[Array, ""],
-        limit: Int32[Array, ""],
-    ) -> tuple[list[Array], Made]:
-        """Generates up to `limit` tokens for rows from `first` on, until all have ended."""
-        given, every = self._trees(weights, cache)
-        table_EV, cap, V = given.unembedding_EV(), given.model.logit_cap, given.model.vocab
-        rows = jax.tree.map(lambda x: reshard(x, ("batch", *(None,) * (x.ndim - 1))), rows)
-        keys_B2 = jax.vmap(_key_data)(rows.seeds_B, rows.samples_B)
-        nothing_BN = jnp.zeros_like(rows.token_B)[:, None] + jnp.full((1, ROUND), NOTHING)
-        wide = jnp.promote_types(self._compute.dtype, jnp.float32)
-        zeros_BNT = jnp.zeros_like(nothing_BN)[:, :, None] + jnp.zeros(min(MOST_TOP, V), jnp.int32)
-        made = Made(nothing_BN, nothing_BN.astype(wide), zeros_BNT, zeros_BNT.astype(wide))
-
-        def goes_on(carry: tuple[Array, Rows, Cache, Made]) -> Array:
-            n, rows, *_ = carry
-            return (n < limit) & jnp.any(rows.left_B > 0)
-
-        def add(carry: tuple[Array, Rows, Cache, Made]) -> tuple[Array, Rows, Cache, Made]:
-            n, rows, part, made = carry
-            runs_B, tokens_B1 = rows.left_B > 0, rows.token_B[:, None]
-            positions_B1 = jnp.where(runs_B, rows.position_B, -1)[:, None]
-            context = self._context(positions_B1, rows.position_B + 1)
-            x_B1E, layers = advance(given.model, tokens_B1, context, part.layers)
-            h_BE = given.model.features(x_B1E, context)[:, 0]
-            logits_BV = logits_of(table_EV, cap, h_BE, self._compute)
-            seen_1BV = _mark(part.seen_1RV, tokens_B1, runs_B[:, None])
-            new = _picked(reshard(logits_BV, "batch whole_vocab"), seen_1BV[0], keys_B2, rows)
-            token_B, ends_B = new.tokens_BN[:, 0], jnp.any(new.tokens_BN == rows.stop_ids_BS, -1)
-            rows = rows._replace(
-                token_B=jnp.where(runs_B, token_B, rows.token_B),
-                position_B=rows.position_B + runs_B,
-                left_B=jnp.where(ends_B, 0, rows.left_B - runs_B),
-            )
-
-            def put(x: Array, so_far: Array) -> Array:
-                is_n = jnp.arange(ROUND).reshape(-1, *(1,) * (x.ndim - 2)) == n
-                return jnp.where(is_n, x, so_far)
-
-            return n + 1, rows, Cache(layers, seen_1BV), jax.tree.map(put, new, made)
-
-        start = jnp.int32(0), rows, _rows(every, first, rows.token_B.shape[0]), made
-        *_, part, made = jax.lax.while_loop(goes_on, add, start)
-        made = jax.tree.map(lambda x: reshard(x, (None,) * x.ndim), made)
-        return jax.tree.leaves(_with_rows(every, part, first)), made
-
-    def _copy(
-        self,
-        cache: list[Array],
-        source: Int32[Array, ""],
-        target: Int32[Array, ""],
-        length: Int32[Array, ""],
-    ) -> list[Array]:
-        """Copies a row with a text of `length` tokens."""
-        every = jax.tree.unflatten(self._structures[1], cache)
-
-        def copied(part: Any) -> Any:
-            if not _is_by_slot(part):
-                return _over_rows(_one_row_copied)(part, source, target)
-            keys, values = (
-                _over_rows(functools.partial(_slots_copied, axis=axis))(x, source, target, length)
-                for x, axis in ((part.keys, 4), (part.values, 3))
-            )
-            return KeysAndValues(keys, values)
-
-        made = jax.tree.map(copied, every, is_leaf=_is_by_slot)
-        return jax.tree.leaves(made)
-
-    def _score(
-        self,
-        weights: list[Array],
-        h_CE: Float[Array, "c embed"],
-        next_C: Int32[Array, "c"],
-        top: Int32[Array, ""],
-    ) -> Made:
-        """Scores the tokens of a prompt that follow the features `h_CE`; B = 1, N = C."""
-        given: Weights = jax.tree.unflatten(self._structures[0], weights)
-        table_EV, cap = given.unembedding_EV(), given.model.logit_cap
-
-        def of_some(arguments: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-            h_ME, next_M = arguments
-            logits_MV = logits_of(table_EV, cap, h_ME, self._compute)
-            logits_MV = reshard(logits_MV, (None, "whole_vocab"))
-            log_p_MV = logits_MV - jax.nn.logsumexp(logits_MV, axis=-1, keepdims=True)
-            logprob_M = jnp.take_along_axis(log_p_MV, next_M[:, None], axis=1)[:, 0]
-            return logprob_M, *_likeliest_of(log_p_MV, top)
-
-        pieces = h_CE.reshape(-1, _SCORED, h_CE.shape[-1]), next_C.reshape(-1, _SCORED)
-        found = jax.lax.map(of_some, pieces)
-        logprob_C, ids_CT, logprobs_CT = (x.reshape(-1, *x.shape[2:]) for x in found)
-        made = Made(next_C[None], logprob_C[None], ids_CT[None], logprobs_CT[None])
-        return jax.tree.map(lambda x: reshard(x, (None,) * x.ndim), made)
+@functools.partial(jax.jit, static_argnames="compute", donate_argnames="cache")
+def prefill(
+    weights: Weights,
+    cache: Cache,
+    tokens_C: Int32[Array, "c"],
+    start: Int32[Array, ""],
+    end: Int32[Array, ""],
+    row: Int32[Array, ""],
+    compute: Compute,
+) -> tuple[Cache, Float[Array, "c embed"]]:
+    """Adds a prompt's tokens from `start` to `end` to a row; also returns their features."""
+    part = _rows(cache, row, 1)
+    tokens_1C = reshard(tokens_C[None], "batch seq")
+    positions_1C = start + jnp.zeros_like(tokens_1C) + jnp.arange(tokens_1C.shape[1])
+    positions_1C = jnp.where(positions_1C < end, positions_1C, -1)
+    context = _context(positions_1C, end[None], compute)
+    x_1CE, layers = advance(weights.model, tokens_1C, context, part.layers)
+    h_CE = weights.model.features(x_1CE, context)[0]
+    seen_1BV = _mark(part.seen_1RV, tokens_1C, positions_1C >= 0)
+    cache = _with_rows(cache, Cache(layers, seen_1BV), row)
+    return cache, reshard(h_CE, (None, "embed"))
 
 
-programs = functools.lru_cache(Programs)
+def _context(positions_BS: Array, lengths_B: Array, compute: Compute) -> ForwardContext:
+    alone = jnp.zeros_like(positions_BS)
+    return ForwardContext(positions_BS, alone, compute, lengths_B=reshard(lengths_B, "batch"))
+
+
+@functools.partial(jax.jit, static_argnames="compute", donate_argnames="cache")
+def decode(
+    weights: Weights,
+    cache: Cache,
+    rows: Rows,
+    first: Int32[Array, ""],
+    limit: Int32[Array, ""],
+    compute: Compute,
+) -> tuple[Cache, Made]:
+    """Generates up to `limit` tokens for rows from `first` on, until all have ended."""
+    table_EV, cap, V = weights.unembedding_EV(), weights.model.logit_cap, weights.model.vocab
+    rows = jax.tree.map(lambda x: reshard(x, ("batch", *(None,) * (x.ndim - 1))), rows)
+    keys_B2 = jax.vmap(_key_data)(rows.seeds_B, rows.samples_B)
+    nothing_BN = jnp.zeros_like(rows.token_B)[:, None] + jnp.full((1, ROUND), NOTHING)
+    wide = jnp.promote_types(compute.dtype, jnp.float32)
+    zeros_BNT = jnp.zeros_like(nothing_BN)[:, :, None] + jnp.zeros(min(MOST_TOP, V), jnp.int32)
+    made = Made(nothing_BN, nothing_BN.astype(wide), zeros_BNT, zeros_BNT.astype(wide))
+
+    def goes_on(carry: tuple[Array, Rows, Cache, Made]) -> Array:
+        n, rows, *_ = carry
+        return (n < limit) & jnp.any(rows.left_B > 0)
+
+    def add(carry: tuple[Array, Rows, Cache, Made]) -> tuple[Array, Rows, Cache, Made]:
+        n, rows, part, made = carry
+        runs_B, tokens_B1 = rows.left_B > 0, rows.token_B[:, None]
+        positions_B1 = jnp.where(runs_B, rows.position_B, -1)[:, None]
+        context = _context(positions_B1, rows.position_B + 1, compute)
+        x_B1E, layers = advance(weights.model, tokens_B1, context, part.layers)
+        h_BE = weights.model.features(x_B1E, context)[:, 0]
+        logits_BV = logits_of(table_EV, cap, h_BE, compute)
+        seen_1BV = _mark(part.seen_1RV, tokens_B1, runs_B[:, None])
+        new = _picked(reshard(logits_BV, "batch whole_vocab"), seen_1BV[0], keys_B2, rows)
+        token_B, ends_B = new.tokens_BN[:, 0], jnp.any(new.tokens_BN == rows.stop_ids_BS, -1)
+        rows = rows._replace(
+            token_B=jnp.where(runs_B, token_B, rows.token_B),
+            position_B=rows.position_B + runs_B,
+            left_B=jnp.where(ends_B, 0, rows.left_B - runs_B),
+        )
+
+        def put(x: Array, so_far: Array) -> Array:
+            is_n = jnp.arange(ROUND).reshape(-1, *(1,) * (x.ndim - 2)) == n
+            return jnp.where(is_n, x, so_far)
+
+        return n + 1, rows, Cache(layers, seen_1BV), jax.tree.map(put, new, made)
+
+    start = jnp.int32(0), rows, _rows(cache, first, rows.token_B.shape[0]), made
+    *_, part, made = jax.lax.while_loop(goes_on, add, start)
+    made = jax.tree.map(lambda x: reshard(x, (None,) * x.ndim), made)
+    return _with_rows(cache, part, first), made
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy(
+    cache: Cache, source: Int32[Array, ""], target: Int32[Array, ""], length: Int32[Array, ""]
+) -> Cache:
+    """Copies a row with a text of `length` tokens."""
+
+    def copied(part: Any) -> Any:
+        if not _is_by_slot(part):
+            return _over_rows(_one_row_copied)(part, source, target)
+        keys, values = (
+            _over_rows(functools.partial(_slots_copied, axis=axis))(x, source, target, length)
+            for x, axis in ((part.keys, 4), (part.values, 3))
+        )
+        return KeysAndValues(keys, values)
+
+    made: Cache = jax.tree.map(copied, cache, is_leaf=_is_by_slot)
+    return made
+
+
+@functools.partial(jax.jit, static_argnames="compute")
+def score(
+    weights: Weights,
+    h_CE: Float[Array, "c embed"],
+    next_C: Int32[Array, "c"],
+    top: Int32[Array, ""],
+    compute: Compute,
+) -> Made:
+    """Scores the tokens of a prompt that follow the features `h_CE`; B = 1, N = C."""
+    table_EV, cap = weights.unembedding_EV(), weights.model.logit_cap
+
+    def of_some(arguments: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        h_ME, next_M = arguments
+        logits_MV = logits_of(table_EV, cap, h_ME, compute)
+        logits_MV = reshard(logits_MV, (None, "whole_vocab"))
+        log_p_MV = logits_MV - jax.nn.logsumexp(logits_MV, axis=-1, keepdims=True)
+        logprob_M = jnp.take_along_axis(log_p_MV, next_M[:, None], axis=1)[:, 0]
+        return logprob_M, *_likeliest_of(log_p_MV, top)
+
+    pieces = h_CE.reshape(-1, _SCORED, h_CE.shape[-1]), next_C.reshape(-1, _SCORED)
+    found = jax.lax.map(of_some, pieces)
+    logprob_C, ids_CT, logprobs_CT = (x.reshape(-1, *x.shape[2:]) for x in found)
+    made = Made(next_C[None], logprob_C[None], ids_CT[None], logprobs_CT[None])
+    return jax.tree.map(lambda x: reshard(x, (None,) * x.ndim), made)
 
 
 def _key_data(seed: Array, sample: Array) -> Array:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.types import Receive, Scope, Send
 
 from lmlib.serve.requests import Full, Update
-from lmlib.serve.service import Service, Ticket
+from lmlib.serve.service import Service
 from runner.serving.asked import Asked
 from runner.serving.choice import Choice, stopping
 from runner.serving.errors import ApiError, json_bytes, json_response
@@ -30,11 +30,11 @@ class Answering:
         kind = "chatcmpl" if asked.chat else "cmpl"
         self._head = {"id": f"{kind}-{uuid4().hex}", "created": int(time.time())}
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        self._loop, self._tickets = asyncio.get_running_loop(), list[Ticket]()
+        self._loop, self._cancels = asyncio.get_running_loop(), list[Callable[[], None]]()
         try:
             for choice in choices:
                 receive = partial(self._receive, choice.index)
-                self._tickets.append(service.submit(model, choice.request, receive))
+                self._cancels.append(service.submit(model, choice.request, receive))
         except (Full, ValueError, RuntimeError) as error:
             self._cancel()
             if isinstance(error, Full):
@@ -50,8 +50,8 @@ class Answering:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, (number, update))
 
     def _cancel(self) -> None:
-        for ticket in self._tickets:
-            ticket.cancel()
+        for cancel in self._cancels:
+            cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def leave() -> None:
@@ -81,7 +81,7 @@ class Answering:
             choice.push(update)
             if choice.answer.ended is not None:
                 running.remove(number)
-                self._tickets[number].cancel()  # a stop string ends no request by itself
+                self._cancels[number]()  # a stop string ends no request by itself
             yield choice
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,13 +34,12 @@ _THREADS = 2  # that read long bodies and prompts
 def application(
     service: Service,
     models: Sequence[Served],
-    waiting: int,
     hosts: Collection[str],
     any_address: bool = False,
     api_key: str | None = None,
 ) -> ASGIApp:
-    """Returns the ASGI application; `waiting` is as in `Service`, the others as in `Guard`."""
-    api = _Api(service, {model.name: model for model in models}, waiting)
+    """Returns the ASGI application; for `hosts`, `any_address` and `api_key` see `Guard`."""
+    api = _Api(service, {model.name: model for model in models})
     files = {f"/{file.name}": file for file in _PAGE.iterdir() if file.suffix in _TYPES}
     files["/"] = files.pop("/index.html")
     app = Starlette(
@@ -74,8 +73,8 @@ async def _told(request: Request, error: Exception) -> Response:
 
 
 class _Api:
-    def __init__(self, service: Service, models: Mapping[str, Served], waiting: int):
-        self._service, self._models, self._waiting = service, models, waiting
+    def __init__(self, service: Service, models: Mapping[str, Served]):
+        self._service, self._models = service, models
         self._threads = asyncio.Semaphore(_THREADS)
 
     async def health(self, request: Request) -> Response:
@@ -110,8 +109,8 @@ class _Api:
         else:
             async with self._threads:
                 asked, served, prompts = await asyncio.to_thread(read)
-        if len(prompts) * asked.samples > self._waiting:
-            text = f"{len(prompts)} prompts with n={asked.samples} are more than {self._waiting}"
+        if len(prompts) * asked.samples > (most := self._service.waiting):
+            text = f"{len(prompts)} prompts with n={asked.samples} are more than {most}"
             raise ApiError(400, f"{text} answers, which is the most that can wait", "n")
         seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
         client = f"{request.client.host if request.client else ''} {asked.user}"

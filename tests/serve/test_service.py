@@ -19,7 +19,7 @@ class Client:
     def __init__(self, service, request, model="small"):
         self.updates, self._ended = [], threading.Event()
         self.first = threading.Event()
-        self.ticket = service.submit(model, request, self._receive)
+        self.cancel = service.submit(model, request, self._receive)
 
     def _receive(self, update):
         self.updates.append(update)
@@ -120,17 +120,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(service):
 def test_cancelled_requests_end_and_free_their_slots(service):
     gate = Gate(service)
     waiting = Client(service, request())
-    waiting.ticket.cancel()
+    waiting.cancel()
     gate.open()
     assert waiting.end() == "cancelled" and not waiting.tokens
     running = [Client(service, request(400)) for _ in range(2)]
     for each in running:
         assert each.first.wait(300)
-        each.ticket.cancel()
+        each.cancel()
     assert [each.end() for each in running] == ["cancelled"] * 2
     assert all(len(each.tokens) < 400 for each in running)
     assert Client(service, request()).end() == "length"
-    running[0].ticket.cancel()  # has ended already
+    running[0].cancel()  # has ended already
 
 
 @pytest.mark.parametrize("finish", [True, False])
@@ -228,9 +228,9 @@ def test_ten_thousand_requests_leave_nothing_behind():
                     places.release()
 
             asked = random_request(rng, client=str(rng.randrange(3)))
-            ticket = service.submit("small", asked, receive)
+            cancel = service.submit("small", asked, receive)
             if rng.random() < 0.3:
-                ticket.cancel()
+                cancel()
 
     ask(1_000)
     for _ in range(60):

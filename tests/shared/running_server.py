@@ -34,7 +34,7 @@ def running_server(folders, waiting=256, api_key=None, length=64, **settings):
         reader = Reader(name, loaded.model.vocab, loaded.codec, loaded.chat_template)
         models.append(Served(name, name, None, reader, loaded.answer_ends, length))
     service = Service(engines, waiting)
-    app = application(service, models, waiting, LOOPBACK, api_key=api_key)
+    app = application(service, models, LOOPBACK, api_key=api_key)
     started, listening = threading.Event(), bound("127.0.0.1", 0)
     server = EndingServer(app, started.set, lambda: None, lambda line: None)
     port = listening.getsockname()[1]
