@@ -303,18 +303,7 @@ class Generator:
         if not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seed and ids must be in [0, 2^32), got {seeds[0]} and {seeds[1:]}")
         for number, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
-            if wrong := [token for token in prompt if not 0 <= token < self._vocab]:
-                raise ValueError(
-                    f"prompt {number} has the token {wrong[0]}, but the model's vocabulary ends at "
-                    f"{self._vocab - 1}"
-                )
-            if len(prompt) + max_tokens > self.length:
-                raise ValueError(
-                    f"prompt {number} has {len(prompt):,} tokens, and {max_tokens:,} more are to "
-                    f"follow, but the generator's length is {self.length:,}"
-                )
+            check_prompt(f"prompt {number}", prompt, max_tokens, self._vocab, self.length)
 
     def _divisible(self, rows: int) -> int:
         """Rounds `rows` up to a multiple that the mesh can split."""
@@ -341,6 +330,21 @@ def _seeds(seed: UInt32[Array, ""], ids_P: UInt32[Array, "p"], samples: int) -> 
         )
 
     return jax.vmap(of_prompt)(ids_P).reshape(-1, 2)
+
+
+def check_prompt(name: str, prompt: Prompt, max_tokens: int, vocab: int, length: int) -> None:
+    """Raises ValueError if a prompt is empty, has an unknown token, or leaves too little room."""
+    if len(prompt) == 0:
+        raise ValueError(f"{name} is empty; every prompt needs at least one token")
+    if wrong := [token for token in prompt if not 0 <= token < vocab]:
+        raise ValueError(
+            f"{name} has the token {wrong[0]}, but the model's vocabulary ends at {vocab - 1}"
+        )
+    if len(prompt) + max_tokens > length:
+        raise ValueError(
+            f"{name} has {len(prompt):,} tokens, and {max_tokens:,} more are to follow, but the "
+            f"length is {length:,}"
+        )
 
 
 def generate(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from lmlib.compute import Compute
 from lmlib.generate import Sampling, usual_dtype, weights
+from lmlib.generate.generator import check_prompt
 from lmlib.generate.steps import NOTHING
 from lmlib.hardware.free_memory import check_fits
 from lmlib.models.model import Model, check_length
@@ -102,11 +103,10 @@ class Engine:
         int8: bool = False,
         adapters: Mapping[str, Model] | None = None,
     ):
-        for name, size, least in (("slots", slots, 1), ("length", length, 2)):
+        sizes = ("slots", slots, 1), ("length", length, 2), ("prefix_rows", prefix_rows, 0)
+        for name, size, least in sizes:
             if not least <= size < 2**31:
                 raise ValueError(f"{name} must be in [{least}, 2^31), got {size}")
-        if prefix_rows < 0:
-            raise ValueError(f"prefix_rows must be at least 0, got {prefix_rows}")
         self._mesh = mesh = mesh or mesh_of(model)
         if mesh is not None and num_shards(COMPUTE["batch"], mesh) > 1:
             raise ValueError(
@@ -116,6 +116,9 @@ class Engine:
         switches = [length for key in model.reads for length in getattr(key, "switches", ())]
         self.slots, self.length, self.vocab = slots, min([length, *switches]), model.vocab
         self._prefix_rows = prefix_rows
+        self.tokens = self._turns = 0  # tokens generated so far
+        self._answers: list[Answer] = []
+        self._cache: Cache | None = None
         with self._on_mesh():
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
@@ -125,33 +128,18 @@ class Engine:
             self._weights: dict[str | None, weights.Weights] = {None: base}
             for name, adapter in (adapters or {}).items():
                 self._weights[name] = with_base(name, adapter, model, base, settings)
-        self.tokens = self._turns = 0  # tokens generated so far
-        self._answers: list[Answer] = []
-        self._cache: Cache | None = None
-        most = max(2, 1 << (slots - 1).bit_length())
-        self._make_cache(most)
-        self.rows = self._equal_rows(most)
-        self._compile_prefill()
+            most = max(2, 1 << (slots - 1).bit_length())
+            self._make_cache(most)
+            self.rows = self._equal_rows(most)
+            self._compile_prefill()
 
     # Requests
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the engine cannot answer `request`."""
-        prompt, most = request.prompt, self.length
-        if not prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if wrong := [token for token in prompt if not 0 <= token < self.vocab]:
-            raise ValueError(
-                f"the prompt has the token {wrong[0]}, but the model's vocabulary ends at "
-                f"{self.vocab - 1}"
-            )
+        check_prompt("the prompt", request.prompt, request.max_tokens, self.vocab, self.length)
         if request.max_tokens < 0:
             raise ValueError(f"max_tokens must be at least 0, got {request.max_tokens}")
-        if len(prompt) + request.max_tokens > most:
-            raise ValueError(
-                f"the prompt has {len(prompt):,} tokens, and {request.max_tokens:,} more are to "
-                f"follow, but a text may have {most:,} at most"
-            )
         for name, end in (("seed", 2**32), ("sample", 2**31), ("top", MOST_TOP + 1)):
             if not 0 <= getattr(request, name) < end:
                 raise ValueError(f"{name} must be in [0, {end:,}), got {getattr(request, name)}")
@@ -202,15 +190,16 @@ class Engine:
         for each in [*self._answers]:
             if each.cancelled:
                 self._end(each, Update(ended="cancelled"))
-        if self._cache is None:
-            self._make_cache(self._most)
-        if prompts := self.prefilling:
-            # The one with the least left, but in every second turn the one that came first.
-            self._turns += 1
-            shortest = min(prompts, key=lambda each: each.left)
-            self._prefill(shortest if self._turns % 2 else prompts[0])
-        if running := self.running:
-            self._decode(running, others_wait or len(running) < len(self._answers))
+        with self._on_mesh():
+            if self._cache is None:
+                self._make_cache(self._most)
+            if prompts := self.prefilling:
+                # The one with the least left, but in every second turn the one that came first.
+                self._turns += 1
+                shortest = min(prompts, key=lambda each: each.left)
+                self._prefill(shortest if self._turns % 2 else prompts[0])
+            if running := self.running:
+                self._decode(running, others_wait or len(running) < len(self._answers))
 
     def fail(self, error: Exception) -> None:
         """Ends all answers; the next turn makes the cache again."""
@@ -227,16 +216,15 @@ class Engine:
         self._empty_row = most + self._prefix_rows
         sizes = self._empty_row + 1, self.length, self._compute
         self._cache = None  # frees it before a new one is made
-        with self._on_mesh():
-            make = jax.jit(empty, static_argnums=(1, 2, 3))
-            model = self._weights[None].model
-            shapes = jax.eval_shape(make, model, *sizes)
-            devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
-            try:
-                check_fits(f"a cache of {sizes[0]:,} × {self.length:,} tokens", shapes, devices)
-            except MemoryError as error:
-                raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
-            self._cache = make(model, *sizes)
+        make = jax.jit(empty, static_argnums=(1, 2, 3))
+        model = self._weights[None].model
+        shapes = jax.eval_shape(make, model, *sizes)
+        devices = jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
+        try:
+            check_fits(f"a cache of {sizes[0]:,} × {self.length:,} tokens", shapes, devices)
+        except MemoryError as error:
+            raise MemoryError(f"{error}: lower slots, prefix_rows or length") from None
+        self._cache = make(model, *sizes)
 
     def _equal_rows(self, most: int) -> tuple[int, ...]:
         """Returns numbers of rows for which a row's bits depend on no other row of the call.
@@ -291,9 +279,7 @@ class Engine:
                     self._compute_chunk(Answer(request, _ignore, 0))
 
     def _copy(self, source: int, target: int, length: int) -> None:
-        numbers = (np.int32(each) for each in (source, target, length))
-        with self._on_mesh():
-            self._cache = copy(self._cache, *numbers)
+        self._cache = copy(self._cache, np.int32(source), np.int32(target), np.int32(length))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -336,12 +322,10 @@ class Engine:
         tokens_C[: end - start] = request.prompt[start:end]
         numbers = (np.int32(each) for each in (start, end, answer.row))
         given = self._weights[request.adapter]
-        with self._on_mesh():
-            self._cache, h_CE = prefill(given, self._cache, tokens_C, *numbers, self._compute)
+        self._cache, h_CE = prefill(given, self._cache, tokens_C, *numbers, self._compute)
         if request.score_prompt:
             next_C[: end - start] = request.prompt[start + 1 : end + 1]
-            with self._on_mesh():
-                made = score(given, h_CE, next_C, np.int32(request.top), self._compute)
+            made = score(given, h_CE, next_C, np.int32(request.top), self._compute)
             answer.scores += _tokens(jax.device_get(made), 0, end - start, request.top)
         answer.computed = end
         chunks, rest = divmod(end, CHUNK)
@@ -381,11 +365,9 @@ class Engine:
         self, adapter: str | None, answers: Sequence[Answer], first: int, rows: int, limit: int
     ) -> Made:
         """Generates up to `limit` tokens of `answers`, in a call of `rows` from `first` on."""
-        texts, numbers = _rows_of(answers, first, rows), (np.int32(first), np.int32(limit))
-        with self._on_mesh():
-            self._cache, made = decode(
-                self._weights[adapter], self._cache, texts, *numbers, self._compute
-            )
+        given, numbers = self._weights[adapter], (np.int32(first), np.int32(limit))
+        texts = _rows_of(answers, first, rows)
+        self._cache, made = decode(given, self._cache, texts, *numbers, self._compute)
         host: Made = jax.device_get(made)
         return host
 
@@ -436,17 +418,16 @@ def _rows_of(answers: Sequence[Answer], first: int, count: int) -> Rows:
         ids = each.request.stop_ids
         return [*ids, *[NOTHING] * (MOST_STOP_IDS - len(ids))]
 
-    def number(name: str) -> Callable[[Answer], float]:
-        return lambda each: getattr(each.request.sampling, name) or 0.0
+    def setting(name: str) -> Any:
+        return filled(np.float32, lambda each: getattr(each.request.sampling, name) or 0.0)
 
-    names = [field.name for field in dataclasses.fields(Sampling)]
     return Rows(
         filled(np.int32, lambda each: each.newest),
         filled(np.int32, lambda each: each.to_compute + each.made),
         filled(np.int32, lambda each: each.request.max_tokens - each.made),
         filled(np.uint32, lambda each: each.request.seed),
         filled(np.uint32, lambda each: each.request.sample),
-        {name: filled(np.float32, number(name)) for name in names},
+        {field.name: setting(field.name) for field in dataclasses.fields(Sampling)},
         filled(np.int32, stop_ids, MOST_STOP_IDS, fill=NOTHING),
         filled(np.int32, lambda each: each.request.top),
     )

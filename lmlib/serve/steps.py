@@ -65,12 +65,12 @@ class Made(NamedTuple):
 def empty(model: Model, rows: int, length: int, compute: Compute) -> Cache:
     """Returns an empty cache for texts of `length` tokens."""
 
-    def with_first(part: Any) -> Any:
+    def written(part: Any) -> Any:  # `KeysAndValues.empty` is False
         return KeysAndValues(part.keys, part.values) if _is_by_slot(part) else part
 
     layers = caches.empty(model, rows, length, compute)
     seen_1RV = reshard(jnp.zeros((1, rows, model.vocab), bool), (None, "batch", "whole_vocab"))
-    return Cache(jax.tree.map(with_first, layers, is_leaf=_is_by_slot), seen_1RV)
+    return Cache(jax.tree.map(written, layers, is_leaf=_is_by_slot), seen_1RV)
 
 
 @functools.partial(jax.jit, static_argnames="compute", donate_argnames="cache")
@@ -160,9 +160,9 @@ def copy(
 
     def copied(part: Any) -> Any:
         if not _is_by_slot(part):
-            return _over_rows(_one_row_copied)(part, source, target)
+            return _with_rows(part, _rows(part, source, 1), target)
         keys, values = (
-            _over_rows(functools.partial(_slots_copied, axis=axis))(x, source, target, length)
+            _over_rows(functools.partial(_slots_copied, axis=axis), x, source, target, length)
             for x, axis in ((part.keys, 4), (part.values, 3))
         )
         return KeysAndValues(keys, values)
@@ -237,24 +237,19 @@ def _one_picked(
         # Two passes: XLA for CPUs vectorizes each of them, unlike `jnp.argmax`.
         token = jnp.min(jnp.where(z_V == jnp.max(z_V), jnp.arange(len(z_V)), len(z_V) - 1))
         log_p_V = logits_V - jax.nn.logsumexp(logits_V)
-        return Made(token[None], log_p_V[token][None], *(x[None] for x in likely(log_p_V)))
+        return Made(token[None], log_p_V[token][None], *_likeliest_of(log_p_V[None], top))
 
     def drawn(z_V: Array) -> Array:
-        z_V /= numbers["temperature"]
+        z_1V = z_V[None] / numbers["temperature"]
         for name, applied, unused in (
             ("top_k", likeliest, 0),
             ("top_p", nucleus, 1),
             ("min_p", at_least, 0),
         ):
             number = numbers[name]
-            kept = functools.partial(lambda z_V, f, n: f(z_V[None], n)[0], f=applied, n=number)
-            z_V = jax.lax.cond(number != unused, kept, lambda z_V: z_V, z_V)
+            z_1V = jax.lax.cond(number != unused, applied, lambda z, _: z, z_1V, number)
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), position)
-        return z_V + jax.random.gumbel(key, z_V.shape, z_V.dtype)
-
-    def likely(log_p_V: Array) -> tuple[Array, Array]:
-        ids_1T, logprobs_1T = _likeliest_of(log_p_V[None], top)
-        return ids_1T[0], logprobs_1T[0]
+        return z_1V[0] + jax.random.gumbel(key, z_V.shape, z_V.dtype)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(chosen))
     nothing = zeros._replace(tokens_BN=zeros.tokens_BN + NOTHING)
@@ -293,55 +288,43 @@ def _is_by_slot(part: Any) -> bool:
     return isinstance(part, KeysAndValues)
 
 
-def _over_rows(function: Callable[..., Array]) -> Callable[..., Array]:
+def _over_rows(function: Callable[..., Array], x: Array, *others: Array) -> Array:
     """`function` of arrays whose second axis is the row, on each device, and of numbers."""
-
-    def call(x: Array, *others: Array) -> Array:
-        if jax.sharding.get_abstract_mesh().empty:
-            return function(x, *others)
-        layouts = [
-            jax.typeof(each).sharding.spec if each.ndim else PartitionSpec()
-            for each in (x, *others)
-        ]
-        mapped = shard_map(function, layouts, layouts[0], tracked=False)
-        made: Array = mapped(x, *others)
-        return made
-
-    return call
-
-
-def _rows(cache: Cache, first: Array, count: int) -> Cache:
-    """The part of a cache for `count` rows. Keys and values are not copied."""
-
-    def chosen(part: Any) -> Any:
-        if _is_by_slot(part):
-            repeats = part.keys.shape[0]
-            return KeysAndValues(part.keys, part.values, first=jnp.broadcast_to(first, (repeats,)))
-        rows = _over_rows(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, count, axis=1))
-        return jax.tree.map(lambda x: rows(x, first), part)
-
-    made: Cache = jax.tree.map(chosen, cache, is_leaf=_is_by_slot)
+    given = x, *others
+    if jax.sharding.get_abstract_mesh().empty:
+        return function(*given)
+    layouts = [jax.typeof(x).sharding.spec if x.ndim else PartitionSpec() for x in given]
+    made: Array = shard_map(function, layouts, layouts[0], tracked=False)(*given)
     return made
 
 
-def _with_rows(cache: Cache, part: Cache, first: Array) -> Cache:
+def _rows(cache: Any, first: Array, count: int) -> Any:
+    """The part of a cache for `count` rows. Keys and values are not copied."""
+
+    def taken(x: Array, first: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
+
+    def chosen(part: Any) -> Any:
+        if not _is_by_slot(part):
+            return _over_rows(taken, part, first)
+        firsts = jnp.broadcast_to(first, part.keys.shape[:1])
+        return KeysAndValues(part.keys, part.values, first=firsts)
+
+    return jax.tree.map(chosen, cache, is_leaf=_is_by_slot)
+
+
+def _with_rows(cache: Any, part: Any, first: Array) -> Any:
     """The cache with the rows of a part."""
 
     def put(x: Array, new: Array, first: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=1)
 
     def joined(whole: Any, new: Any) -> Any:
-        if _is_by_slot(whole):
-            return KeysAndValues(new.keys, new.values)
-        return jax.tree.map(lambda x, new: _over_rows(put)(x, new, first), whole, new)
+        if not _is_by_slot(whole):
+            return _over_rows(put, whole, new, first)
+        return KeysAndValues(new.keys, new.values)
 
-    made: Cache = jax.tree.map(joined, cache, part, is_leaf=_is_by_slot)
-    return made
-
-
-def _one_row_copied(x: Array, source: Array, target: Array) -> Array:
-    row = jax.lax.dynamic_slice_in_dim(x, source, 1, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(x, row, target, axis=1)
+    return jax.tree.map(joined, cache, part, is_leaf=_is_by_slot)
 
 
 def _slots_copied(x: Array, source: Array, target: Array, length: Array, *, axis: int) -> Array:

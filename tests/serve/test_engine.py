@@ -224,7 +224,7 @@ def test_an_adapter_of_another_base_is_refused():
         ({"prompt": ()}, "the prompt is empty"),
         ({"prompt": (1, V)}, f"the prompt has the token {V}, but the model's vocabulary ends at"),
         ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
-        ({"max_tokens": LENGTH}, f"{LENGTH} more are to follow, but a text may have {LENGTH}"),
+        ({"max_tokens": LENGTH}, f"{LENGTH} more are to follow, but the length is {LENGTH}"),
         ({"seed": 2**32}, "seed must be in"),
         ({"sample": -1}, "sample must be in"),
         ({"top": 21}, "top must be in"),
