@@ -71,6 +71,7 @@ class Mixture:
     share (see `interleave`). Each source is seen in its own order: the k-th sequence taken from it
     is row k % batch_size of its step k // batch_size, and a later stage continues where an earlier
     one stopped. A further stage never changes the batches before it. Names break ties.
+    `begins` has the first step of each stage.
     """
 
     def __init__(self, sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
@@ -94,7 +95,7 @@ class Mixture:
         known = [source.tokenizer for source in sources.values() if source.tokenizer]
         with_digest = (each for each in known if each.sha256)
         self.tokenizer: TokenizerIdentity | None = next(with_digest, known[0] if known else None)
-        self._begins = [stage.begin for stage in stages]
+        self.begins = [stage.begin for stage in stages]
         self._orders: list[_Order] = []
         for stage in stages:
             self._orders.append(_Order(stage, self.sequences_before(stage.begin)))
@@ -108,8 +109,8 @@ class Mixture:
     def sequences_before(self, step: int) -> dict[str, int]:
         """Returns the number of sequences that steps 0 … `step` - 1 take from each source."""
         taken = dict.fromkeys(self.sources, 0)
-        ends = [*self._begins[1:], step]
-        for begin, end, order in zip(self._begins, ends, self._orders, strict=False):
+        ends = [*self.begins[1:], step]
+        for begin, end, order in zip(self.begins, ends, self._orders, strict=False):
             if begin < step:
                 number_B = np.array([(min(step, end) - begin) * self.batch_size])
                 taken |= dict(zip(order.names, order.taken(number_B)[0].tolist(), strict=True))
@@ -148,10 +149,10 @@ class Mixture:
         """Returns the stage's source names and, for each row, the source's index and the number."""
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
-        stage = bisect_right(self._begins, step) - 1
+        stage = bisect_right(self.begins, step) - 1
         order = self._orders[stage]
         row_B = np.arange(self.batch_size)[rows]
-        number_B = (step - self._begins[stage]) * self.batch_size + row_B
+        number_B = (step - self.begins[stage]) * self.batch_size + row_B
         source_B = order.source_P[number_B % PERIOD]
         return order.names, source_B, order.taken(number_B)[np.arange(len(number_B)), source_B]
 

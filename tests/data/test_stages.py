@@ -12,10 +12,12 @@ from numbered_source import Numbered, Stream
 
 from lmlib.data.batch import source_at
 from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.stages import Continued, Stages
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import HasText
+from lmlib.experiment.stages import DataStage, batches_of
 
 
 def numbers(batch):
@@ -108,6 +110,25 @@ ONE, OTHER = TokenizerIdentity("one", "1" * 64), TokenizerIdentity("other", "2" 
 def test_stages_that_make_no_sense_are_refused(sources, told):
     with pytest.raises(ValueError, match=told):
         Stages(sources)
+
+
+def mixture(rows, *begins):
+    sources = {"a": Numbered(0, rows), "b": Numbered(1, rows)}
+    later = [Stage({"a": 1, "b": 9}, begin) for begin in begins]
+    return Mixture(sources, [Stage({"a": 9, "b": 1}), *later])
+
+
+def test_the_weights_of_a_mixture_change_at_a_step_of_the_run_or_not_at_all():
+    stages = batches_of(mixture(4, 10), [DataStage(15, mixture(4, 10))], 30)
+    assert [numbers(stages.batch(step)) for step in range(30)] == [
+        numbers(mixture(4, 10).batch(step)) for step in range(30)
+    ]
+    one_weight = batches_of(mixture(4), [DataStage(15, mixture(8))], 30)
+    rows = [number for step in range(30) for number in numbers(one_weight.batch(step))]
+    assert rows == [number for step in range(45) for number in numbers(mixture(4).batch(step))]
+    # Its step 10 would be row 80, and the run's is row 40.
+    with pytest.raises(ValueError, match="change at step 10 of its own batches"):
+        batches_of(mixture(4, 10), [DataStage(15, mixture(8, 10))], 30)
 
 
 def test_missing_steps_are_refused():
