@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, missing_column, utf8_row
+from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, check_columns, utf8_row
 
 if TYPE_CHECKING:
     import pyarrow
@@ -146,15 +146,8 @@ def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]"
 
 def _columns(path: Path, names: list[str], field: Field) -> list[str] | None:
     """Returns the needed columns, None for all; raises ValueError if one is missing or double."""
-    columns = None if field.needed is None else [field.needed]
-    for name in names if columns is None else columns:
-        if name not in names:
-            raise ValueError(f"{path} {missing_column(name, names)}")
-        if names.count(name) > 1:
-            raise ValueError(
-                f"{path} has {names.count(name)} columns {name!r}: give them different names"
-            )
-    return columns
+    check_columns(path, names, field.needed)
+    return None if field.needed is None else [field.needed]
 
 
 def _check_offsets(column: "pyarrow.Array") -> None:

@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -87,6 +87,17 @@ class TextField(Field):
         if not isinstance(found, str):
             raise ValueError(f"has no string in {source} but {found!r:.40}")
         return found
+
+
+def check_columns(path: Path, names: Sequence[str], needed: str | None) -> None:
+    """Raises ValueError unless a file has the column `needed` once, or for None each one once."""
+    for name in names if needed is None else [needed]:
+        if name not in names:
+            raise ValueError(f"{path} {missing_column(name, names)}")
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path} has {names.count(name)} columns {name!r}: give them different names"
+            )
 
 
 def missing_column(column: str | None, names: Collection[str]) -> str:

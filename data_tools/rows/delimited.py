@@ -12,7 +12,7 @@ from data_tools.rows.block import (
     Block,
     Field,
     Row,
-    missing_column,
+    check_columns,
     utf8_row,
 )
 from data_tools.rows.compressed import Stream, kind, opened
@@ -42,7 +42,7 @@ def delimited_blocks(
         if isinstance(names, str):
             raise ValueError(f"{path}, line 1, {names}")
         columns = [str(utf8_row(name.encode("latin-1"), f"{path}, line 1,").text) for name in names]
-        _check_columns(path, columns, field)
+        check_columns(path, columns, field.needed)
         begin = (lines.offset, lines.number)
     with opened(path) as stream:
         lines = _Lines(path, stream, *(position or begin))
@@ -57,17 +57,6 @@ def delimited_blocks(
                 rows, begin, read_bytes = [], (lines.offset, lines.number), 0
         if rows:
             yield Block([*begin], 1.0, read_bytes, (str(path), columns, rows), _texts)
-
-
-def _check_columns(path: Path, columns: list[str], field: Field) -> None:
-    needed = columns if field.needed is None else [field.needed]
-    for name in needed:
-        if name not in columns:
-            raise ValueError(f"{path} {missing_column(name, columns)}")
-        if columns.count(name) > 1:
-            raise ValueError(
-                f"{path} has {columns.count(name)} columns {name!r}: give them different names"
-            )
 
 
 def _texts(content: tuple[str, list[str], list[Parsed]], field: Field) -> Iterator[Row]:

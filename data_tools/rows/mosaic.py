@@ -19,7 +19,7 @@ from data_tools.rows.block import (
     Block,
     Field,
     Row,
-    missing_column,
+    check_columns,
     utf8_row,
 )
 from data_tools.rows.compressed import Stream, opened
@@ -47,8 +47,7 @@ def mosaic_blocks(
         return
     with opened(path) as stream:
         begins, columns = _header(path, stream)
-        if field.needed is not None and field.needed not in columns.names:
-            raise ValueError(f"{path} {missing_column(field.needed, columns.names)}")
+        check_columns(path, columns.names, field.needed)
         first, samples, read_bytes = position or 0, list[bytes | None](), 0
         _read(path, stream, int(begins[first] - begins[0]))
         for number in range(first, len(begins) - 1):

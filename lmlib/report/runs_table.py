@@ -10,7 +10,7 @@ import numpy as np
 from lmlib.metrics.meanings import meaning
 from lmlib.report.seen import Seen
 from lmlib.runs.run import difference
-from lmlib.runs.settings import last_name, value_of
+from lmlib.runs.settings import last_name, shortest_names, value_of
 from lmlib.terminal.text import shown
 
 _RESULTS = ("validation_loss", "training_loss", "evaluation_loss", "loss")  # in the first column
@@ -90,10 +90,9 @@ def runs_table(runs: Sequence[Seen], metrics: Sequence[str]) -> RunsTable:
 
 def _settings(runs: Sequence[Seen]) -> Iterator[Column]:
     differing = difference(each.run for each in runs)
-    lasts = collections.Counter(map(last_name, differing))
+    names = shortest_names(differing)
     for path, values in sorted(differing.items(), key=lambda each: last_name(each[0]) == "seed"):
-        title = last_name(path) if lasts[last_name(path)] == 1 else path
-        yield _texts(path, title, ["—" if value is None else value for value in values])
+        yield _texts(path, names[path], ["—" if value is None else value for value in values])
 
 
 def _texts(key: str, title: str, texts: Iterable[str]) -> Column:

@@ -1,6 +1,5 @@
 """Runs as a page shows them, with unique names and in groups."""
 
-import collections
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from lmlib.metrics.meanings import EVALUATION, Meaning, meaning, title
 from lmlib.runs.run import Run, difference, find_runs
 from lmlib.runs.series import Measurements, Series
-from lmlib.runs.settings import last_name
+from lmlib.runs.settings import last_name, shortest_names
 from lmlib.terminal.text import shown
 
 _LOSSES = {"loss", "training_loss", "evaluation_loss", "validation_loss"}
@@ -88,12 +87,9 @@ def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
 def groups(runs: Sequence[Run]) -> list[str]:
     """Returns, for each run, the settings in which it differs from others, except seeds."""
     differing = {path: x for path, x in difference(runs).items() if last_name(path) != "seed"}
-    lasts = collections.Counter(map(last_name, differing))
+    names = shortest_names(differing)
     texts = []
     for number in range(len(runs)):
-        parts = (
-            f"{last_name(path) if lasts[last_name(path)] == 1 else path}={values[number] or '—'}"
-            for path, values in differing.items()
-        )
+        parts = (f"{names[path]}={values[number] or '—'}" for path, values in differing.items())
         texts.append(shown(", ".join(parts)) or "all runs")
     return texts

@@ -16,7 +16,7 @@ from lmlib.report.curves import limits
 from lmlib.report.seen import Seen
 from lmlib.report.specifications import SCHEMA, by, curves
 from lmlib.runs.run import difference
-from lmlib.runs.settings import last_name, value_of
+from lmlib.runs.settings import last_name, shortest_names, value_of
 from lmlib.terminal.text import shown
 
 _METRICS = ("validation_loss", "validation_bits_per_byte")
@@ -43,12 +43,11 @@ def settings(runs: Sequence[Seen]) -> list[dict[str, Any]]:
     """
     differing = difference(each.run for each in runs)
     found: dict[tuple[int, ...], dict[str, Any]] = {}  # by the runs that share values
-    lasts = collections.Counter(map(last_name, differing))
+    names = shortest_names(differing)
     for path, texts in differing.items():
         if (last := last_name(path)) == "seed":
             continue
-        kinds = tuple(_numbers(texts))
-        name = shown(last if lasts[last] == 1 else path)
+        kinds, name = tuple(_numbers(texts)), shown(names[path])
         if kinds in found:
             found[kinds]["also"].append(name)
         else:

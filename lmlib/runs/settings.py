@@ -5,6 +5,7 @@ callable is stored as its name.
 """
 
 import ast
+import collections
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,6 +54,13 @@ def last_name(path: str) -> str:
     """
     before, bracket, key = path.partition("[") if path.endswith("]") else (path, "", "")
     return before.rpartition(".")[2] + bracket + key
+
+
+def shortest_names(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the last name of each path, or the whole path if several end in that name."""
+    lasts = {path: last_name(path) for path in paths}
+    count = collections.Counter(lasts.values())
+    return {path: last if count[last] == 1 else path for path, last in lasts.items()}
 
 
 def value_of(text: str) -> Any:

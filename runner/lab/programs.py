@@ -73,7 +73,7 @@ class Program:
     @property
     def results(self) -> list[tuple[tuple[int, ...], str]]:
         """The shape and dtype of each result."""
-        return [(each.shape, str(each.dtype)) for each in self.exported.out_avals]
+        return _shapes(self.exported.out_avals)
 
 
 def exported(request: Request, who: str) -> dict[str, Program]:
@@ -183,13 +183,12 @@ def candidate_arm(baseline: Arm, made: Mapping[str, Program], steps: int, more: 
     arm = Arm("candidate", {**baseline.programs, **made}, steps)
     ours, theirs = arm.programs, baseline.programs
     fresh, state = ours["fresh"].results, ours["begin"].results
-    taken = [(each.shape, str(each.dtype)) for each in _flat(ours["step"].arguments[0])]
     agree = (
-        [*map(_shape, _flat(ours["begin"].arguments))] == [*fresh, ((), "uint32")]
-        and state == taken == ours["step"].results
-        and [*map(_shape, _flat(ours["weights"].arguments))] == state
+        _shapes(ours["begin"].arguments) == [*fresh, ((), "uint32")]
+        and state == _shapes(ours["step"].arguments[0]) == ours["step"].results
+        and _shapes(ours["weights"].arguments) == state
         and ours["weights"].results == fresh
-        and [*map(_shape, _flat(ours["logits"].arguments[0]))] == fresh
+        and _shapes(ours["logits"].arguments[0]) == fresh
         and ours["logits"].results == theirs["logits"].results
         and _shapes(ours["step"].arguments[1]) == _shapes(theirs["step"].arguments[1])
         and _shapes(ours["logits"].arguments[1:]) == _shapes(theirs["logits"].arguments[1:])
@@ -207,13 +206,5 @@ def candidate_arm(baseline: Arm, made: Mapping[str, Program], steps: int, more: 
     return arm
 
 
-def _flat(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree)
-
-
-def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return leaf.shape, str(leaf.dtype)
-
-
 def _shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
-    return [_shape(leaf) for leaf in jax.tree.leaves(tree)]
+    return [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
