@@ -152,7 +152,9 @@ class Loaded(Texts):
         stop: str | Sequence[str] = (),
         **settings: Any,
     ) -> str:
-        """Continues the text, and warns if it may become longer than any sequence in training.
+        """Continues the text up to one of `answer_ends`.
+
+        Warns if it may become longer than any sequence in training.
 
         Args:
           max_tokens: maximum number of new tokens.
@@ -176,7 +178,8 @@ class Loaded(Texts):
             raise ValueError(f"generate has no setting {name!r}. {did_you_mean(name, names)}")
         sampling = dataclasses.replace(sampling, **settings)
         codec = self.codec or AS_NUMBERS
-        manner = DecodingOptions(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
+        ends = self.answer_ends
+        manner = DecodingOptions(codec, ends, tuple(stop), max_tokens, sampling, 1, seed)
         needed = len(ids) + max_tokens
         room = 1 << (needed - 1).bit_length()  # powers of two, so that few lengths are compiled
         generator = self._generator(max(needed, min(room, self.longest or room)))

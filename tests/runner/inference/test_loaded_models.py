@@ -14,6 +14,7 @@ from forked_processes import ROOT, succeeded
 from run_on_bytes import write_run_on_bytes
 from small_folder import assert_same_weights
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
+from taught_model import write_taught_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -168,6 +169,17 @@ def test_generate_takes_the_settings_of_sampling(run):
     ):
         with pytest.raises(ValueError, match=message):
             found.generate(**{"text": "hi", **wrong})
+
+
+@pytest.mark.landing
+def test_generate_ends_where_the_chat_template_ends_answers(tmp_path):
+    """As the command does. At this temperature all tokens are equally likely."""
+    folder = write_taught_model(tmp_path / "model", longest=256)
+    chats = dataclasses.replace(load(folder), end_ids=())
+    plain = dataclasses.replace(chats, chat_template=None)
+    settings = {"max_tokens": 200, "temperature": 1e3, "seed": 2}
+    said, more = (each.generate("The", **settings) for each in (chats, plain))
+    assert said and more.startswith(said) and len(more) > len(said)
 
 
 def test_a_loaded_model_is_described_in_a_line(run, tmp_path):
