@@ -5,33 +5,17 @@ Shapes: N matrices, R rows, C columns, R ≤ C.
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from lmlib.optim.matrices.whole_matrices import (
-    APART,
-    Matrices,
-    is_matrix,
-    layout_of,
-    matrices_of,
-    on_whole_matrices,
-)
-from lmlib.optim.optimizer import (
-    Decays,
-    Optimizer,
-    as_declared,
-    by_weight,
-    scaled_adam,
-    with_decoupled_decay,
-)
+from lmlib.optim.matrices.beside_adamw import Kinds, Rule, beside_adamw
+from lmlib.optim.matrices.whole_matrices import APART, Matrices, layout_of, on_whole_matrices
+from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.parallel.axes import Weight, map_weights
 
 Polynomial = tuple[float, float, float]
 
@@ -89,14 +73,6 @@ ADAMW_RMS = 0.2
 _TINY = 1e-8  # added to roots
 
 
-class MuonState(NamedTuple):
-    """The state of Muon."""
-
-    momentum: Any  # of matrices, in their layout; `None` in place of other weights
-    neurons: tuple[Any, ...]  # mean square of each column of the updates; or empty
-    adam: optax.OptState  # the moments of the other weights
-
-
 def muon(
     steps: int,
     peak_lr: float,
@@ -145,61 +121,40 @@ def muon(
       adamw_learning_rate: factor of the learning rate for the weights that AdamW updates.
       b1, b2, epsilon: settings of AdamW.
     """
-    decay: dict[str, Any] = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
-    adam = scaled_adam(b1, b2, epsilon, scaled, momentum=momentum, **decay)
-    if not adamw_learning_rate > 0:
-        raise ValueError(f"adamw_learning_rate must be positive, got {adamw_learning_rate}")
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
-    if isinstance(apart, str):
-        raise ValueError(f"apart must be several names of axes, got the text {apart!r}")
+    decay = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
 
-    def form(weight: Weight, array: Array) -> Matrices | None:
-        return matrices_of(weight, array.shape, apart)
+    def init(paths: list[str], forms: list[Matrices], matrices: list[Array]) -> Kinds:
+        state = {"momentum": [*map(jnp.zeros_like, matrices)]}
+        if neuron_decay is not None:
+            state["neurons"] = [*map(_neurons, forms, matrices)]
+        return state
 
-    def matrices_and_others(tree: Any) -> tuple[Any, Any]:
-        return eqx.partition(tree, map_weights(lambda weight, _: is_matrix(weight, apart), tree))
+    def update(
+        forms: list[Matrices], gradients: list[Array], state: Kinds, updates: Array
+    ) -> tuple[list[Array], Kinds]:
+        average = _averaged(momentum, state["momentum"], gradients)
+        ahead = _averaged(momentum, average, gradients) if nesterov else average
+        kinds = [(forms, [each.astype(dtype) for each in ahead])]
+        if neuron_decay is not None:
+            kinds.append((forms, state["neurons"]))
+        descended = functools.partial(_descended, polynomials, neuron_decay)
+        made, *neurons = on_whole_matrices(descended, *kinds)
+        new = {"momentum": average}
+        if neurons:
+            new["neurons"] = neurons[0]
+        return [each.astype(jnp.float32) for each in made], new
 
-    def init(model: Any) -> MuonState:
-        matrices, others = matrices_and_others(model)
-        neurons = jax.tree.map(_neurons, map_weights(form, matrices), matrices)
-        kept = () if neuron_decay is None else (neurons,)
-        return MuonState(jax.tree.map(jnp.zeros_like, matrices), kept, adam.init(others))
-
-    def update(gradients: Any, state: MuonState, model: Any = None) -> tuple[Any, MuonState]:
-        matrices, others = matrices_and_others(gradients)
-        average = _averaged(momentum, state.momentum, matrices)
-        ahead = _averaged(momentum, average, matrices) if nesterov else average
-        forms = jax.tree.leaves(map_weights(form, ahead))
-        arrays = [each.astype(dtype) for each in jax.tree.leaves(ahead)]
-        made, *neurons = (
-            jax.tree.unflatten(jax.tree.structure(matrices), each)
-            for each in on_whole_matrices(
-                functools.partial(_descended, polynomials, neuron_decay),
-                (forms, arrays),
-                *((forms, jax.tree.leaves(each)) for each in state.neurons),
-            )
-        )
-        directions = jax.tree.map(lambda each: each.astype(jnp.float32), made)
-        if scaled is not None:
-            of_orthogonal = functools.partial(scaled.of_orthogonal, apart=apart)
-            directions = map_weights(lambda weight, each: each * of_orthogonal(weight), directions)
-        of_others, moments = adam.update(others, state.adam)
-        new_state = MuonState(average, tuple(neurons), moments)
-        return eqx.combine(directions, of_others), new_state
-
-    direction = optax.GradientTransformation(init, update)
-    made = with_decoupled_decay(
-        direction, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled
-    )
-    if adamw_learning_rate == 1:
-        return made
-    slower = by_weight(lambda weight: 1.0 if is_matrix(weight, apart) else adamw_learning_rate)
-    return made._replace(transformation=optax.chain(made.transformation, slower))
+    return beside_adamw(
+        Rule(init, update, orthogonal=True), steps, peak_lr, schedule, apart, adamw_learning_rate,
+        b1, b2, epsilon, weight_decay, clip_norm, decays, cautious, scaled,
+        momentum=momentum, **decay,
+    )  # fmt: skip
 
 
-def _averaged(decay: float, average: Any, gradients: Any) -> Any:
-    return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, average, gradients)
+def _averaged(decay: float, average: list[Array], gradients: list[Array]) -> list[Array]:
+    return [decay * m + (1 - decay) * g for m, g in zip(average, gradients, strict=True)]
 
 
 def _neurons(form: Matrices, matrices: Array) -> Array:
