@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 
-from lmlib.runs.settings import last_name
+from lmlib.runs.settings import shortest_names
 from lmlib.terminal.table import columns, wrapped
 from lmlib.verdicts.comparison import Comparison, Row, Verdict
 from lmlib.verdicts.groups import setting_text
@@ -75,9 +75,8 @@ def _rules(comparison: Comparison, count: int) -> Iterator[str]:
 
 
 def _name(comparison: Comparison, row: Row) -> str:
-    settings = row.group.settings.items()
-    named = [f"{last_name(p)} = {setting_text(x)}" for p, x in settings if p in comparison.settings]
-    return ", ".join(named)
+    names, settings = shortest_names(comparison.settings), row.group.settings
+    return ", ".join(f"{name} = {setting_text(settings[path])}" for path, name in names.items())
 
 
 def _merged(notes: Iterable[tuple[str, str]]) -> list[str]:

@@ -20,6 +20,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.table import columns, wrapped
+from lmlib.verdicts.comparison import USUAL_ERROR_RATE
 from runner.config import configs
 from runner.config.code import code_files, versions
 from runner.errors import ConfigError
@@ -35,7 +36,6 @@ from runner.lab.trial import Trial, check_causal, cpu_seconds_per_step, digest_o
 from runner.lab.verdict import FORMAT, Check, judged, seeds_of, signed, trial_json, trial_of
 from runner.monitoring.progress_line import LiveLine, bar, now_and_then
 
-MORE_PARAMETERS = 1.01  # at most, times the baseline's
 _EVALUATIONS = 20  # with steps_to
 VERDICT = "verdict.json"
 
@@ -75,7 +75,7 @@ class Comparison:
 
     def judge(
         self, candidate: Path, *, seeds: int, equal: str, steps_to: float | None, margin: float,
-        salt: str, key: bytes | None, error_rate: float = 0.05,
+        salt: str, key: bytes | None,
     ) -> dict[str, Any]:  # fmt: skip
         """Compares the module `candidate`, and writes and returns the verdict."""
         if not candidate.is_file() or not candidate.stem.isidentifier():
@@ -113,7 +113,8 @@ class Comparison:
             },
             "data": {"splits": self._data, "validation_batches": digest_of_batches(self._batches)},
             "budget": {
-                "equal": equal, "steps_to": steps_to, "margin": margin, "error_rate": error_rate,
+                "equal": equal, "steps_to": steps_to, "margin": margin,
+                "error_rate": USUAL_ERROR_RATE,
                 "steps": {name: each.steps for name, each in arms.items()},
                 "tokens_per_step": self._cfg.data.batch_size * self._cfg.data.sequence_length,
                 "parameters": {name: each.parameters for name, each in arms.items()},
@@ -184,12 +185,10 @@ class Comparison:
 
     def _arms(self, content: Mapping[str, Any]) -> dict[str, Arm]:
         steps = content["budget"]["steps"]
-        baseline = Arm(
-            "baseline", read(self._workdir / "baseline", "the baseline"), steps["baseline"]
-        )
+        baseline = Arm(read(self._workdir / "baseline", "the baseline"), steps["baseline"])
         made = read(self._workdir / "programs", "the candidate")
-        arm = candidate_arm(baseline, made, steps["candidate"], MORE_PARAMETERS)
-        return {"baseline": baseline, "candidate": arm}
+        candidate = candidate_arm(baseline, made, steps["candidate"])
+        return {"baseline": baseline, "candidate": candidate}
 
     def _exported(self, candidate: Path | None, steps: int, folder: Path) -> dict[str, Program]:
         task, module = self._task, None if candidate is None else str(candidate.absolute())
@@ -205,11 +204,11 @@ class Comparison:
     def baseline(self, folder: Path) -> Arm:
         """Exports the task as it is, into `folder`."""
         steps = self._cfg.steps
-        return Arm("baseline", self._exported(None, steps, folder), steps)
+        return Arm(self._exported(None, steps, folder), steps)
 
     def candidate(self, baseline: Arm, file: Path, steps: int, folder: Path) -> Arm:
         """Exports the module `file` into `folder`; raises ConfigError if it is refused."""
-        arm = candidate_arm(baseline, self._exported(file, steps, folder), steps, MORE_PARAMETERS)
+        arm = candidate_arm(baseline, self._exported(file, steps, folder), steps)
         if _has_model(arm, baseline):
             check_causal(arm, self._batches[0])
         return arm

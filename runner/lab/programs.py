@@ -31,6 +31,7 @@ OF_MODELS = ("fresh", "logits")
 MOST_BYTES = 64 << 20  # of a program's file
 # Characters of a program's constants; the step of the tiny quickstart with Muon has 1,248.
 MOST_CONSTANTS = 16_384
+_MOST_PARAMETERS = 1.01  # of a candidate, times the baseline's
 _EXPORT_SECONDS = 900.0
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "JAX_PLATFORMS")
 # Beginnings of the names of functions that a program may call: linear algebra, and notes for XLA.
@@ -159,7 +160,6 @@ def checked(name: str, file: Path, who: str) -> Program:
 class Arm:
     """One side of a comparison: its programs, and the length of its runs."""
 
-    name: str
     programs: Mapping[str, Program]
     steps: int
 
@@ -175,12 +175,12 @@ class Arm:
         return sum(each.size * getattr(each.dtype, "itemsize", 4) for each in leaves)
 
 
-def candidate_arm(baseline: Arm, made: Mapping[str, Program], steps: int, more: float) -> Arm:
+def candidate_arm(baseline: Arm, made: Mapping[str, Program], steps: int) -> Arm:
     """Returns the candidate's arm, which takes the baseline's model unless it has its own.
 
-    Raises ConfigError if shapes do not fit, or if it has `more` times the baseline's weights.
+    Raises ConfigError if shapes do not fit, or if it has too many weights.
     """
-    arm = Arm("candidate", {**baseline.programs, **made}, steps)
+    arm = Arm({**baseline.programs, **made}, steps)
     ours, theirs = arm.programs, baseline.programs
     fresh, state = ours["fresh"].results, ours["begin"].results
     agree = (
@@ -198,10 +198,11 @@ def candidate_arm(baseline: Arm, made: Mapping[str, Program], steps: int, more: 
             "the candidate's programs have other shapes than the task: batches, logits and the "
             "weights to evaluate must have the task's sizes"
         )
-    if arm.parameters > more * baseline.parameters:
+    if arm.parameters > _MOST_PARAMETERS * baseline.parameters:
+        more = 100 * (_MOST_PARAMETERS - 1)
         raise ConfigError(
             f"the candidate's model has {arm.parameters:,} weights, and the baseline's "
-            f"{baseline.parameters:,}: at most {100 * more - 100:.0f} % more are allowed"
+            f"{baseline.parameters:,}: at most {more:.0f} % more are allowed"
         )
     return arm
 

@@ -99,6 +99,14 @@ def test_runs_that_differ_in_a_setting_of_any_name_are_two_settings(tmp_path):
         assert [row.judged is None for row in found.rows] == [False, True] and not found.left_out
 
 
+def test_notes_name_settings_that_end_alike_by_their_whole_paths(tmp_path):
+    for number, (web, code) in enumerate([(1, 1), (1, 2), (2, 1)]):
+        settings = {"data.web.weight": web, "data.code.weight": code}
+        leave_run(tmp_path / str(number), 3.0 + number, settings)
+    text = " ".join(comparison_text(compared(tmp_path, baseline="0")).split())
+    assert "data.web.weight = 1, data.code.weight = 2; data.web.weight = 2" in text
+
+
 def test_a_callable_is_shown_and_named_by_its_name(tmp_path):
     for folder, optimizer, rate, loss in (("a", "adamw", 0.5, 3.0), ("b", "muon", 0.4, 3.1)):
         name = f"lmlib.optim.{optimizer}.{optimizer} (partial)"
