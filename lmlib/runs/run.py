@@ -1,5 +1,6 @@
 """Folders of runs, read without JAX and without importing the modules that configs name."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, Start, read_starts
 from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
-from lmlib.runs.settings import checked_settings, read_settings, value_of
+from lmlib.runs.settings import checked_settings, last_name, read_settings, value_of
 from lmlib.runs.starts import About, read_about
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
@@ -218,13 +219,20 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     """Returns the settings that differ between `runs`, by path; `None` if a run lacks one.
 
     For points of one sweep these are the settings that the sweep varies, under its own names,
-    since all other differences follow from them.
+    since all other differences follow from them. If some seeds of a point were extended, these are
+    also their steps.
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
     points = [_point(run.path) for run in runs]
     if None not in points and len({run.path.parent for run in runs}) == 1:
         varied = dict.fromkeys(path for point in points for path in point or ())
+        lengths = collections.defaultdict(set)
+        for settings, point in zip(every, points, strict=True):
+            own = (each for each in (point or {}).items() if last_name(each[0]) != "seed")
+            lengths[frozenset(own)].add(settings.get("steps"))
+        if any(len(each) > 1 for each in lengths.values()):
+            varied["steps"] = None
         every = [
             {path: settings.get(path) or (point or {}).get(path) for path in varied}
             for settings, point in zip(every, points, strict=True)
