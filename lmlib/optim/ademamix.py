@@ -7,13 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from optax import contrib
 
-from lmlib.optim.optimizer import (
-    Decays,
-    Optimizer,
-    as_declared,
-    check_adam,
-    with_decoupled_decay,
-)
+from lmlib.optim.optimizer import Decays, Optimizer, as_declared, check_adam, with_decoupled_decay
 from lmlib.optim.schedules import MakeSchedule, steps_of, warmup_cosine
 
 

@@ -10,13 +10,7 @@ import optax
 from jaxtyping import Array, Int32
 
 from lmlib.optim.matrices.whole_matrices import Matrices, is_matrix, matrices_of
-from lmlib.optim.optimizer import (
-    Decays,
-    Optimizer,
-    by_weight,
-    scaled_adam,
-    with_decoupled_decay,
-)
+from lmlib.optim.optimizer import Decays, Optimizer, by_weight, scaled_adam, with_decoupled_decay
 from lmlib.optim.schedules import MakeSchedule
 from lmlib.parallel.axes import Weight, map_weights
 
@@ -87,9 +81,16 @@ def beside_adamw(
         directions = eqx.combine(jax.tree.unflatten(structure, made), of_others)
         return directions, MatricesState(state.updates + 1, trees, moments)
 
+    def muons_over_adams_rate(weight: Weight) -> float:
+        if not is_ours(weight):
+            return 1.0
+        return scaled.of_orthogonal(weight, apart) / scaled.factors[weight.path].rate
+
     direction = optax.GradientTransformation(init, update)
     if scaled is not None:
-        direction = _scaled(direction, scaled, is_ours if rule.orthogonal else None, apart)
+        direction = scaled.of_adam(direction)
+        if rule.orthogonal:
+            direction = optax.chain(direction, by_weight(muons_over_adams_rate))
     made = with_decoupled_decay(
         direction, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled
     )
@@ -97,17 +98,3 @@ def beside_adamw(
         return made
     slower = by_weight(lambda weight: 1.0 if is_ours(weight) else adamw_learning_rate)
     return made._replace(transformation=optax.chain(made.transformation, slower))
-
-
-def _scaled(
-    direction: optax.GradientTransformation, scaled: Any, is_orthogonal: Any, apart: Any
-) -> optax.GradientTransformation:
-    """`direction` with the epsilon and rates of another size, Muon's where `is_orthogonal`."""
-    if is_orthogonal is None:
-        return scaled.of_adam(direction)
-
-    def factor(weight: Weight) -> float:
-        muons = scaled.of_orthogonal(weight, apart) / scaled.factors[weight.path].rate
-        return muons if is_orthogonal(weight) else 1.0
-
-    return optax.chain(scaled.of_adam(direction), by_weight(factor))

@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lmlib.optim.matrices.beside_adamw import Kinds, Rule, beside_adamw
-from lmlib.optim.matrices.whole_matrices import APART, Matrices, layout_of, on_whole_matrices
+from lmlib.optim.matrices.whole_matrices import (
+    APART,
+    Matrices,
+    layout_of,
+    norms,
+    on_whole_matrices,
+)
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
@@ -52,9 +58,8 @@ def orthogonalized(
     """
     dtype = x_NRC.dtype
     wide_NRC = x_NRC.astype(jnp.float32)
-    norm_N11 = jnp.sqrt(jnp.sum(wide_NRC * wide_NRC, axis=(1, 2), keepdims=True))
     # Singular values are at most the Frobenius norm; after rounding they may be slightly larger.
-    start_NRC = (wide_NRC / (norm_N11 * 1.01 + _TINY_NORM)).astype(dtype)
+    start_NRC = (wide_NRC / (norms(wide_NRC) * 1.01 + _TINY_NORM)).astype(dtype)
 
     def iterate(x_NRC: Array, abc: Array) -> tuple[Array, None]:
         a, b, c = abc  # float32, and so are their products
@@ -183,9 +188,5 @@ def _descended(
     mean = jnp.mean(y_NRC**2, axis=summed, keepdims=True)
     squares = neuron_decay * squares + (1 - neuron_decay) * mean
     even_NRC = y_NRC / (jnp.sqrt(squares) + _TINY)
-    even_NRC *= _norm(y_NRC) / (_norm(even_NRC) + _TINY)
+    even_NRC *= norms(y_NRC) / (norms(even_NRC) + _TINY)
     return (size * even_NRC).astype(x_NRC.dtype), squares
-
-
-def _norm(x_NRC: Array) -> Array:
-    return jnp.sqrt(jnp.sum(x_NRC**2, axis=(1, 2), keepdims=True))

@@ -4,6 +4,7 @@ Each matrix has one of both for its rows and one for its columns, unless the sid
 Shapes: N matrices, R rows, C columns, D either of both.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +31,6 @@ def check_sides(largest_side: int, every: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 
-def sides_of(form: Matrices) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return form.rows, form.columns
-
-
 def squares(
     forms: Sequence[Matrices], matrices: Sequence[Array], side: int, largest: int
 ) -> list[Array]:
@@ -41,14 +38,12 @@ def squares(
 
     Sides longer than `largest` have a single zero.
     """
-
-    def zeros(form: Matrices, x: Array) -> Array:
-        length = 1
-        for i in sides_of(form)[side]:
-            length *= x.shape[i]
-        return form.zeros_beside(sides_of(form)[side], x, length if length <= largest else 0)
-
-    return [zeros(form, x) for form, x in zip(forms, matrices, strict=True)]
+    made = []
+    for form, x in zip(forms, matrices, strict=True):
+        axes = (form.rows, form.columns)[side]
+        length = math.prod(x.shape[i] for i in axes)
+        made.append(form.zeros_beside(axes, x, length if length <= largest else 0))
+    return made
 
 
 def preconditioned(
@@ -91,17 +86,24 @@ def has(x_NRC: Array, square: Square, side: int) -> bool:
     return square.shape[1] == x_NRC.shape[1 + side] > 1
 
 
+def _of_sides(function: Callable[[int, Square], Square], x_NRC: Array, squares: Pair) -> Pair:
+    """`function(side, square)` for each side that has a square; the other sides stay."""
+    rows, columns = (
+        function(side, square) if has(x_NRC, square, side) else square
+        for side, square in enumerate(squares)
+    )
+    return rows, columns
+
+
 def averaged(squares: Pair, x_NRC: Array, decay: float) -> Pair:
     """Moves the averages towards X Xᵀ and Xᵀ X by 1 - decay."""
     subscripts = "nrc,nsc->nrs", "nrc,nrd->ncd"
-    new = []
-    for side in (0, 1):
-        old = squares[side]
-        if has(x_NRC, old, side):
-            product = jnp.einsum(subscripts[side], x_NRC, x_NRC, precision=PRECISION)
-            old = decay * old + (1 - decay) * product
-        new.append(old)
-    return new[0], new[1]
+
+    def moved(side: int, old: Square) -> Square:
+        product = jnp.einsum(subscripts[side], x_NRC, x_NRC, precision=PRECISION)
+        return decay * old + (1 - decay) * product
+
+    return _of_sides(moved, x_NRC, squares)
 
 
 def rotated(x_NRC: Array, bases: Pair, back: bool = False) -> Array:
@@ -117,13 +119,7 @@ def rotated(x_NRC: Array, bases: Pair, back: bool = False) -> Array:
 
 def eigenbases(x_NRC: Array, squares: Pair) -> Pair:
     """Eigenvectors in columns, by falling eigenvalue, for the sides that have squares."""
-    new = []
-    for side in (0, 1):
-        basis = squares[side]
-        if has(x_NRC, basis, side):
-            basis = jnp.linalg.eigh(basis)[1][..., ::-1]
-        new.append(basis)
-    return new[0], new[1]
+    return _of_sides(lambda _, square: jnp.linalg.eigh(square)[1][..., ::-1], x_NRC, squares)
 
 
 def refreshed(squares: Pair, bases: Pair, second_NRC: Array) -> tuple[Pair, Array]:
@@ -151,20 +147,18 @@ def inverse_roots(x_NRC: Array, squares: Pair, ridge: float) -> Pair:
     `ridge` times the largest eigenvalue is added to all of them.
     """
     sides = sum(has(x_NRC, squares[side], side) for side in (0, 1))
-    new = []
-    for side in (0, 1):
-        root = squares[side]
-        if has(x_NRC, root, side):
-            values_ND, basis_NDE = jnp.linalg.eigh(root)
-            largest_N1 = values_ND[:, -1:]
-            # Rounding makes zeros slightly negative. Without any gradient all are zero.
-            lifted_ND = jnp.maximum(values_ND, 0) + ridge * largest_N1
-            powers_ND = jnp.where(largest_N1 > 0, lifted_ND, 1) ** (-0.25 / sides)
-            # Equal factors: the same bits in any layout.
-            half_NDE = basis_NDE * powers_ND[:, None, :]
-            root = jnp.einsum("nde,nfe->ndf", half_NDE, half_NDE, precision=PRECISION)
-        new.append(root)
-    return new[0], new[1]
+
+    def root(_: int, square: Square) -> Square:
+        values_ND, basis_NDE = jnp.linalg.eigh(square)
+        largest_N1 = values_ND[:, -1:]
+        # Rounding makes zeros slightly negative. Without any gradient all are zero.
+        lifted_ND = jnp.maximum(values_ND, 0) + ridge * largest_N1
+        powers_ND = jnp.where(largest_N1 > 0, lifted_ND, 1) ** (-0.25 / sides)
+        # Equal factors: the same bits in any layout.
+        half_NDE = basis_NDE * powers_ND[:, None, :]
+        return jnp.einsum("nde,nfe->ndf", half_NDE, half_NDE, precision=PRECISION)
+
+    return _of_sides(root, x_NRC, squares)
 
 
 def at_times(updates: Array, every: int, new: Callable[..., Any], *old: Array) -> Any:

@@ -21,7 +21,7 @@ from lmlib.optim.matrices.preconditioners import (
     preconditioned,
     rotated,
 )
-from lmlib.optim.matrices.whole_matrices import APART
+from lmlib.optim.matrices.whole_matrices import APART, norms
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
@@ -103,10 +103,6 @@ def _descended(
     adams_NRC = mean_NRC / (jnp.sqrt(second_NRC / (1 - b2**made)) + epsilon)
     has_roots = any(has(mean_NRC, roots[side], side) for side in (0, 1))
     turned_NRC = rotated(mean_NRC, roots) if has_roots else adams_NRC
-    size_N11 = _norm(adams_NRC) / (_norm(turned_NRC) + _TINY_NORM)
+    size_N11 = norms(adams_NRC) / (norms(turned_NRC) + _TINY_NORM)
     direction_NRC = jnp.where(made < every, adams_NRC, size_N11 * turned_NRC)
     return direction_NRC, second_NRC, *both, *roots
-
-
-def _norm(x_NRC: Array) -> Array:
-    return jnp.sqrt(jnp.sum(x_NRC**2, axis=(1, 2), keepdims=True))

@@ -12,12 +12,7 @@ from jaxtyping import Array
 
 from lmlib.optim.matrices.beside_adamw import beside_adamw
 from lmlib.optim.matrices.muon import ADAMW_RMS, POLAR_EXPRESS, Polynomial, orthogonalized
-from lmlib.optim.matrices.preconditioners import (
-    averaged,
-    check_sides,
-    preconditioned,
-    rotated,
-)
+from lmlib.optim.matrices.preconditioners import averaged, check_sides, preconditioned, rotated
 from lmlib.optim.matrices.soap import NAMES, moved
 from lmlib.optim.matrices.whole_matrices import APART
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared

@@ -69,17 +69,15 @@ class Matrices:
         of_side = [matrices.shape[i] if length else 1 for i in side]
         return (*(matrices.shape[i] for i in self.apart), *of_side, length or 1)
 
-    def layout_beside(
-        self, side: tuple[int, ...], matrices: Array, length: int, split: bool = True
-    ) -> PartitionSpec:
+    def layout_beside(self, side: tuple[int, ...], matrices: Array, length: int) -> PartitionSpec:
         """The layout of an array of `shape_beside` on the current mesh: that of `matrices`.
 
-        If `split` and mesh axes divide it, the last axis is split like the other side.
+        If mesh axes divide it, the last axis is split like the other side.
         """
         layout, other = layout_of(matrices), self.columns if side == self.rows else self.rows
         divide = [layout[i] for i in other if length and length % devices_along(layout[i]) == 0]
         places = [layout[i] for i in self.apart] + [layout[i] if length else None for i in side]
-        return PartitionSpec(*places, next(filter(None, divide), None) if split else None)
+        return PartitionSpec(*places, next(filter(None, divide), None))
 
     def zeros_beside(self, side: tuple[int, ...], matrices: Array, length: int) -> Array:
         """Zeros of `shape_beside`, laid out like `layout_beside`."""
@@ -298,6 +296,11 @@ def _in_turns(function: Callable[..., Arrays], stacks: Sequence[Array]) -> Array
     else:
         made = jax.lax.map(turn, given)
     return tuple(jnp.reshape(y, (turns * batch, *y.shape[2:]))[:N] for y in made)
+
+
+def norms(x_NRC: Array) -> Array:
+    """The Frobenius norm of each matrix, [N, 1, 1]."""
+    return jnp.sqrt(jnp.sum(x_NRC**2, axis=(1, 2), keepdims=True))
 
 
 def layout_of(array: Array) -> PartitionSpec:
