@@ -23,6 +23,7 @@ _LARGEST_SLICE = {"v4": 4_096, "v5e": 256, "v5p": 6_144, "v6e": 256, "7x": 9_216
 # On 7x each half of a chip is a device.
 _DEVICES_PER_CHIP = {"7x": 2}
 _CHIPS_OF_A_HOST = (2, 2, 1)
+_MOST_DEVICES = 262_144  # their descriptions take 2 GB; more might fill the host's memory
 
 
 class TargetError(ValueError):
@@ -146,6 +147,11 @@ def parse(text: str) -> Target:
         raise TargetError(
             f"{target}: the largest slice of {accelerator.name} has {largest:,} chips; plan for "
             f"several slices, like 2x{accelerator.name}:…"
+        )
+    if target.device_count > _MOST_DEVICES:
+        raise TargetError(
+            f"{target} has {target.device_count:,} devices, and plan takes at most "
+            f"{_MOST_DEVICES:,}: name fewer"
         )
     return target
 
