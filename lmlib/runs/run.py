@@ -1,6 +1,5 @@
 """Folders of runs, read without JAX and without importing the modules that configs name."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,8 +16,8 @@ from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, Start, read_starts
 from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
-from lmlib.runs.settings import checked_settings, last_name, read_settings, value_of
-from lmlib.runs.starts import About, read_about
+from lmlib.runs.settings import checked_settings, read_settings, value_of
+from lmlib.runs.starts import About, read_about, start_folders
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
@@ -219,19 +218,14 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     """Returns the settings that differ between `runs`, by path; `None` if a run lacks one.
 
     For points of one sweep these are the settings that the sweep varies, under its own names,
-    since all other differences follow from them. If some seeds of a point were extended, these are
-    also their steps.
+    since all other differences follow from them, and `steps` if one of the runs was extended.
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
     points = [_point(run.path) for run in runs]
     if None not in points and len({run.path.parent for run in runs}) == 1:
         varied = dict.fromkeys(path for point in points for path in point or ())
-        lengths = collections.defaultdict(set)
-        for settings, point in zip(every, points, strict=True):
-            own = (each for each in (point or {}).items() if last_name(each[0]) != "seed")
-            lengths[frozenset(own)].add(settings.get("steps"))
-        if any(len(each) > 1 for each in lengths.values()):
+        if any(map(_was_extended, runs)):
             varied["steps"] = None
         every = [
             {path: settings.get(path) or (point or {}).get(path) for path in varied}
@@ -286,6 +280,15 @@ def points_in(content: Any) -> dict[str, dict[str, str]]:
 
 def _is_run(path: Path) -> bool:
     return (path / SETTINGS).is_file() and (path / METRICS).is_file()
+
+
+def _was_extended(run: Run) -> bool:
+    """True if the run's first start had another number of steps."""
+    for oldest in start_folders(run.path)[:1]:
+        with contextlib.suppress(OSError, ValueError):
+            first = read_settings(unlinked(run.path, f"starts/{oldest.name}"))
+            return first is not None and first.get("steps") != run.settings.get("steps")
+    return False
 
 
 def _point(workdir: Path) -> Mapping[str, str] | None:

@@ -61,14 +61,18 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     assert "Standard error from the validation text: " in text
 
 
-def test_an_extended_seed_of_a_sweep_is_no_seed_of_its_point(tmp_path):
+def test_an_extended_run_of_a_sweep_is_compared_with_its_length(tmp_path):
     points = []
     for seed in range(3):
         for rate in ("0.001", "0.003"):
             settings = {"optimizer.peak_lr": rate, "seed": str(seed)}
             points.append({"name": f"{rate}_{seed}", "settings": settings})
             extended = (rate, seed) == ("0.003", 2)
-            leave_run(tmp_path / f"{rate}_{seed}", 3.0, settings, steps=200 if extended else 100)
+            workdir = tmp_path / f"{rate}_{seed}"
+            leave_run(workdir, 3.0, settings, steps=200 if extended else 100)
+            first = workdir / "starts" / "00000"
+            first.mkdir(parents=True)
+            (first / "settings.json").write_text(json.dumps({**settings, "steps": "100"}))
     (tmp_path / "sweep.json").write_text(json.dumps({"points": points}))
     groups = {tuple(row.group.settings.items()): row.group for row in compared(tmp_path).rows}
     assert {key: len(group.runs) for key, group in groups.items()} == {
@@ -76,6 +80,8 @@ def test_an_extended_seed_of_a_sweep_is_no_seed_of_its_point(tmp_path):
         (("optimizer.peak_lr", "0.003"), ("steps", "100")): 2,
         (("optimizer.peak_lr", "0.003"), ("steps", "200")): 1,
     }
+    two = [tmp_path / "0.001_0", tmp_path / "0.003_2"]
+    assert compare(find_runs(two)).rows[0].group.settings.keys() == {"optimizer.peak_lr", "steps"}
 
 
 def test_settings_without_effect_make_no_group(tmp_path):
