@@ -1,5 +1,6 @@
 """Killed, disturbed, out of space: the same bytes in the end, or an error that says what to do."""
 
+import itertools
 import json
 import os
 import random
@@ -225,6 +226,24 @@ def test_a_document_of_100_megabytes(tmp_path):
     metadata = pretokenize(source, ByteTokenizer(), tmp_path / "out", "train", workers=1)
     assert metadata.documents == 3
     assert metadata.tokens == len("before" + text + "after") + 6
+
+
+def test_interrupted_between_blocks_the_bytes_are_the_same(tmp_path):
+    write_lines(tmp_path / "lines.jsonl", 6_000_000)  # six blocks
+    target = (Files([str(tmp_path / "lines.jsonl")]), ByteTokenizer())
+    settings = {"on_bad_row": "skip", "file_length": FILE_LENGTH}
+    for _ in range(2):
+        blocks = itertools.count(1)
+
+        def progress(counts, fraction, blocks=blocks):
+            if next(blocks) == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            pretokenize(*target, tmp_path / "out", "train", progress=progress, **settings)
+    pretokenize(*target, tmp_path / "out", "train", **settings)
+    pretokenize(*target, tmp_path / "whole", "train", **settings)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):

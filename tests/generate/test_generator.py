@@ -106,7 +106,6 @@ def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     )
 
 
-@pytest.mark.landing
 def test_each_token_is_drawn_with_noise_of_its_own():
     """At this temperature only the noise decides."""
     ((made,),) = generator()([[5]], 20, Sampling(temperature=1e6))

@@ -66,8 +66,12 @@ def test_a_gradient_of_zeros_changes_nothing_and_the_next_one_counts(name):
     made = CASES[name](100, 0.1, warmup_constant, **PLAIN).transformation
     gradient = np.random.default_rng(0).normal(size=(6, 10)).astype(np.float32)
     model, update = Model(jnp.asarray(gradient)), jax.jit(made.update)
-    nothing, state = update(jax.tree.map(jnp.zeros_like, model), made.init(model), model)
+    before = made.init(model)
+    nothing, state = update(jax.tree.map(jnp.zeros_like, model), before, model)
     assert not np.any(nothing.matrix)
+    if name == "dion":  # Q, from which the next direction begins
+        kept, first = (optax.tree.get(each, "right") for each in (state, before))
+        jax.tree.map(np.testing.assert_array_equal, kept, first)
     for _ in range(2):
         updates, state = update(model, state, model)
     assert np.all(np.isfinite(updates.matrix)) and np.linalg.matrix_rank(updates.matrix) >= 3

@@ -31,7 +31,7 @@ from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
-from runner.inference.teacher_logits import cache_teacher_logits, sequences_of
+from runner.inference.teacher_logits import _said, cache_teacher_logits, sequences_of
 
 LLAMA = Path(__file__).parents[2] / "hf" / "golden" / "llama"
 TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
@@ -234,6 +234,14 @@ def test_invalid_teachers_are_refused(data, teacher, taught):
     mixed.data = fdl.Config(dict)
     with pytest.raises(ConfigError, match="data must be FlatTokens"):
         sequences_of(mixed, None)
+
+
+def test_a_resumed_teacher_goes_on_within_a_batch(data, teacher, tmp_path):
+    (sequences,) = sequences_of(student(data), None, str(tmp_path)).values()
+    first = sequences.batch_size // 2 + 1
+    whole, rest = (zip(*_said(teacher, sequences, 4, start), strict=True) for start in (0, first))
+    for parts, later in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(np.concatenate(later), np.concatenate(parts)[first:])
 
 
 @pytest.mark.slow
