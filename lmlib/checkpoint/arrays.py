@@ -87,9 +87,11 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
     step, saved = manifest.step, manifest.arrays
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:
+        found = {"lacks": absent, "also has": unknown}
+        parts = [f"{verb} {_few(names)}" for verb, names in found.items() if names]
         raise ValueError(
-            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and also "
-            f"has {_few(unknown)}; restore it with the config that it was saved with"
+            f"checkpoint {step} holds another model or optimizer: it {' and '.join(parts)}; "
+            "restore it with the config that it was saved with"
         )
     for name, leaf in wanted.items():
         if saved[name] != SavedArray(tuple(leaf.shape), str(leaf.dtype)):
@@ -211,7 +213,7 @@ def _few(names: set[str]) -> str:
     """Lists at most three names, in order, then the number of the others."""
     shown = sorted(names)[:3]
     rest = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*shown, *rest]) or "nothing"
+    return ", ".join([*shown, *rest])
 
 
 def read_arrays(
