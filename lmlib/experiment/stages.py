@@ -42,21 +42,14 @@ def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
     """Returns the batches of all stages; raises ValueError if they do not fit each other."""
     if not later:
         return data
-    _check_mixtures([data, *(stage.data for stage in later)])
+    sizes = {(each.batch_size, each.sequence_length) for each in (data, *(s.data for s in later))}
+    if len(sizes) > 1 and any(isinstance(s.data, Mixture) and s.data.begins[1:] for s in later):
+        raise ValueError(
+            "a Mixture in later_stages changes its weights at a step of its own batches, which is "
+            "another step of a run whose stages differ in batch_size or sequence_length: give each "
+            "stage a Mixture with one set of weights, or keep the sizes"
+        )
     return Stages([(0, data), *((stage.first_step(steps), stage.data) for stage in later)])
-
-
-def _check_mixtures(sources: Sequence[Source]) -> None:
-    """Raises ValueError if the steps of a mixture's stages would not be steps of the run."""
-    sizes = set()
-    for source in sources:
-        sizes.add((source.batch_size, source.sequence_length))
-        if len(sizes) > 1 and isinstance(source, Mixture) and len(source.begins) > 1:
-            raise ValueError(
-                f"the weights of a Mixture change at step {source.begins[1]:,} of its own batches, "
-                "which is another step of a run whose later_stages change batch_size or "
-                "sequence_length: give each of them a Mixture with one stage, or keep the sizes"
-            )
 
 
 def spans_of(batches: Source, steps: int) -> dict[range, Source]:
