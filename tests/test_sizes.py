@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 7_107),
-    "fit": ("import runner.training.fit\n", 165, 19_881),
+    "fit": ("import runner.training.fit\n", 165, 19_918),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
