@@ -27,7 +27,7 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 7_107),
+    "core": (CORE, 58, 7_112),
     "fit": ("import runner.training.fit\n", 165, 19_918),
 }
 # Extras: folders and modules that the core does not import.
