@@ -83,7 +83,7 @@ def part_of(manifest: Manifest, part: str) -> Manifest:
 
 
 def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
-    """Raises ValueError if a checkpoint's arrays differ from those in `wanted`."""
+    """Raises ValueError if a checkpoint's arrays differ from `wanted`."""
     step, saved = manifest.step, manifest.arrays
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:

@@ -314,7 +314,7 @@ def _read_qwen3_next(settings: dict[str, Any], config: Config) -> dict[str, Any]
 
 
 def _gelu(config: Config) -> dict[str, Any]:
-    """Raises ValueError unless the MLPs have a GELU, which llama.cpp has in its tanh form alone."""
+    """Raises ValueError unless the MLPs have a GELU. llama.cpp has only its tanh form."""
     if not (activation := config["hidden_act"]).startswith("gelu"):
         raise ValueError(f"llama.cpp has gpt_neox only with GELUs, not hidden_act = {activation}")
     return {}

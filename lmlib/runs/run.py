@@ -292,7 +292,7 @@ def _was_extended(run: Run) -> bool:
 
 
 def _point(workdir: Path) -> Mapping[str, str] | None:
-    """Returns the settings of the sweep point in `workdir`; `None` if there is no such point."""
+    """Returns the settings of the sweep point in `workdir`; `None` without one."""
     file = workdir.parent / SWEEP
     try:
         return _points(file, file.stat().st_mtime_ns).get(workdir.name)

@@ -45,7 +45,7 @@ class Prefixes:
         return {*known[-1:], len(beginnings)}
 
     def store(self, beginning: bytes) -> int | None:
-        """Returns the row to copy a beginning to; `None` if it is stored, or there is no row."""
+        """Returns the row to copy a beginning to; `None` if it is stored, or no row is free."""
         if beginning in self._row_of or not (self._free or self._row_of):
             return None
         row = self._free.pop() if self._free else self._row_of.popitem(last=False)[1]

@@ -50,7 +50,7 @@ class Task:
 
     @property
     def file(self) -> str:
-        """What `runner.config.configs.load` takes."""
+        """The arguments of `runner.config.configs.load`."""
         name = f"experiments/{self.reference}"
         return name if name in configs.experiments() else self.reference
 

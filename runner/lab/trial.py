@@ -140,7 +140,7 @@ def evaluate(arm: Arm, weights: list[Array], validation: Sequence[Batch]) -> flo
 def summed_loss(
     logits_BSV: Float[Array, "b s v"], targets_BS: Int32[Array, "b s"], mask_BS: Bool[Array, "b s"]
 ) -> Float[Array, ""]:
-    """The cross-entropy of the targets in nats, summed over those in the mask."""
+    """The cross-entropy of the targets in nats, summed over the mask."""
     logits_BSV = logits_BSV.astype(jnp.float32)
     chosen_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
     nats_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - chosen_BS

@@ -49,7 +49,7 @@ def greedy(prompt, count=12, **others):
 
 
 def assert_greedy(engine, model, prompts=PROMPTS, count=12, **others):
-    """That answers, computed at once, are those of `lmlib.generate`."""
+    """Checks that answers computed at once equal `lmlib.generate`'s."""
     asked = [Asked(greedy(prompt, count, **others)) for prompt in prompts]
     generator = Generator(model, compute=FLOAT32, rows=1, length=engine.length)
     for prompt, heard in zip(prompts, answers(engine, asked), strict=True):
@@ -137,7 +137,7 @@ def test_log_probabilities_of_prompts_and_answers_are_the_model_s():
     ],
 )
 def test_tokens_have_the_probabilities_of_their_settings(sampling):
-    """Of 600 seeds, by a chi-squared test of the tokens that are not rare."""
+    """A chi-squared test of the tokens that are not rare, over 600 seeds."""
     engine, prompt, count = engine_of(small_llama), (3, 1, 4), 600
     logits_1V = in_float64(made(small_llama), prompt)[-1:].astype(np.float32)
     seen_1V = np.isin(np.arange(V), prompt)[None]

@@ -56,7 +56,7 @@ class ORPO(PairedImitation):
 
 
 def _log_odds_chosen(pairs: PairSums) -> Float[Array, "b s"]:
-    """The log odds of the chosen response, minus those of the rejected one."""
+    """The log odds of the chosen response, minus the rejected one's."""
     means = pairs.mean_log_p
     return _log_odds(means.chosen_BS) - _log_odds(means.rejected_BS)
 

@@ -173,7 +173,7 @@ def test_generate_takes_the_settings_of_sampling(run):
 
 @pytest.mark.landing
 def test_generate_ends_where_the_chat_template_ends_answers(tmp_path):
-    """As the command does. At this temperature all tokens are equally likely."""
+    """The command does so. At this temperature all tokens are equally likely."""
     folder = write_taught_model(tmp_path / "model", longest=256)
     chats = dataclasses.replace(load(folder), end_ids=())
     plain = dataclasses.replace(chats, chat_template=None)
