@@ -71,7 +71,7 @@ EXTRAS = (
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
 # Serving has 1,100; its command and HTTP have 1,230, and 1,110 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 81_057, 55_400
+MOST_LINES, MOST_LINES_OF_TESTS = 81_064, 55_400
 
 
 def in_a_new_process(code):

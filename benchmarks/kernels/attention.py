@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from jax import Array
-from launches import device_of, programs, shapes_on
+from launches import device_of, prepare, programs, shapes_on
 from turns import seconds
 
 from lmlib.models.attend import attend, problem
@@ -32,7 +32,6 @@ from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.triton_kernels import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
 from lmlib.models.attend.kernel import Options, Shapes, whole_row
-from lmlib.plan import targets
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
@@ -186,7 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     if _COMPILE_ONLY.value:
-        targets.prepare(targets.parse(_COMPILE_ONLY.value))
+        prepare(_COMPILE_ONLY.value)
     logging.set_verbosity(logging.WARNING)  # hides messages about missing devices
     choose_devices()
     if not _COMPILE_ONLY.value and jax.default_backend() != "gpu":

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -13,6 +14,14 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan import targets
 
 L = TypeVar("L")  # a kernel's tiles, warps and stages
+
+
+def prepare(target: str) -> None:
+    """Lets JAX compile for an absent target; exits if there is no such target."""
+    try:
+        targets.prepare(targets.parse(target))
+    except targets.TargetError as error:
+        sys.exit(f"--compile_only: {error}")
 
 
 def device_of(target: str | None) -> jax.Device:
