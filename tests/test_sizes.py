@@ -27,7 +27,7 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 7_112),
+    "core": (CORE, 58, 7_107),
     "fit": ("import runner.training.fit\n", 165, 19_918),
 }
 # Extras: folders and modules that the core does not import.
@@ -71,7 +71,7 @@ EXTRAS = (
 # Bases in 4 bits have 1,040, and 470 of the tests' lines.
 # GGUF files and folders for serving have 1,380, and 920 of the tests' lines.
 # Serving has 1,100; its command and HTTP have 1,230, and 1,110 of the tests' lines.
-MOST_LINES, MOST_LINES_OF_TESTS = 81_064, 55_400
+MOST_LINES, MOST_LINES_OF_TESTS = 81_072, 55_403
 
 
 def in_a_new_process(code):

@@ -4,6 +4,7 @@ Shapes: N tokens of a chunk, V vocab.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.fused import ChunkLogits, TokenLosses, batch_sums
-from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction, check_not_negative
+from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction
 from lmlib.models.forward_context import Observe
 from lmlib.models.model import Model
 
@@ -36,7 +37,8 @@ class NextToken(Objective):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative("z_loss", self.z_loss)
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}")
         check_fraction("dropout", self.dropout)
 
     @property

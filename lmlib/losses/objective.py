@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
 
@@ -159,12 +158,6 @@ def check_fraction(name: str, value: float) -> None:
     """Raises ValueError if a setting is not at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Raises ValueError if a setting is negative or infinite."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must not be negative or infinite, got {value}")
 
 
 def check_positive(name: str, value: float) -> None:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.objective import LossSums, Metric, Objective, check_not_negative
+from lmlib.losses.objective import LossSums, Metric, Objective
 from lmlib.losses.pairs import Pairs
+from lmlib.losses.preferences.rewards import check_not_negative
 from lmlib.models.reward import RewardModel
 
 

@@ -7,10 +7,10 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.objective import Metric
 from lmlib.losses.pairs import PairSums, Responses
 from lmlib.losses.preferences.imitation import PairedImitation
-from lmlib.losses.preferences.rewards import check_smoothing, smoothed
+from lmlib.losses.preferences.rewards import check_not_negative, check_smoothing, smoothed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.objective import Metric
 from lmlib.losses.pairs import PairSums, Responses
-from lmlib.losses.preferences.rewards import ImplicitRewards
+from lmlib.losses.preferences.rewards import ImplicitRewards, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -76,6 +77,12 @@ class ImplicitRewards(PairedObjective):
             "rejected_logit": pairs.logits.rejected_BS,
             "token_accuracy": pairs.likeliest.chosen_BS,
         }
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Raises ValueError if a setting is negative or infinite."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must not be negative or infinite, got {value}")
 
 
 def smoothed(margin_BS: Float[Array, "b s"], label_smoothing: float) -> Float[Array, "b s"]:

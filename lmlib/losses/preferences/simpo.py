@@ -7,9 +7,14 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from lmlib.losses.objective import Metric, check_not_negative
+from lmlib.losses.objective import Metric
 from lmlib.losses.pairs import PairSums, Responses
-from lmlib.losses.preferences.rewards import ImplicitRewards, check_smoothing, smoothed
+from lmlib.losses.preferences.rewards import (
+    ImplicitRewards,
+    check_not_negative,
+    check_smoothing,
+    smoothed,
+)
 
 
 @dataclasses.dataclass(frozen=True)
